@@ -1,0 +1,69 @@
+# Everything a developer runs. Each target sets up what it needs first.
+
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+INSTALLING := $(VENV)/.installing
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+CHECKED := $(wildcard tests examples benchmarks)
+
+# Workers share the machine: one thread each, or they fight for the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint types layers test unit demo bench format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv with pinned tools and this package
+
+# The mark beside an unfinished installation makes the next run start from nothing: an
+# interrupted pip can leave packages that look installed and are not. The package itself
+# goes in without its dependencies, so that torch is resolved once, from the pinned line.
+$(READY): requirements-dev.txt pyproject.toml
+	@if [ -e $(INSTALLING) ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(INSTALLING)
+	$(PIP) install --quiet -r requirements-dev.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@rm -f $(INSTALLING)
+	@touch $@
+
+lint: $(READY) ## style, formatting, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+types: $(READY) ## mypy, strict for the package
+	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini $(CHECKED)
+
+layers: $(READY) ## who may import whom
+	$(BIN)/lint-imports
+
+test: lint types layers ## all checks, then all tests
+	$(PYTEST)
+
+unit: $(READY) ## tests without worker processes
+	$(PYTEST) $(wildcard tests/unit tests/property) tests/test_api.py
+
+demo: $(READY) ## two workers that call each other
+	$(BIN)/python examples/hello.py
+
+bench: $(READY) ## latency and throughput of remote calls
+	$(BIN)/python benchmarks/rpc.py
+
+format: $(READY) ## rewrite the sources in house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove caches and build outputs, keep .venv
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Remote calls and distributed autograd for PyTorch."""

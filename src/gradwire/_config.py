@@ -1,0 +1,137 @@
+"""Options and their defaults; the only module that reads environment variables."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gradwire.errors import UsageError
+
+__all__ = ["RpcBackendOptions", "find_secret"]
+
+UNSET_TIMEOUT = -1.0
+"""The value of ``timeout=`` that means "the default of the agent", as in torch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcBackendOptions:
+    """What can be set for one worker's agent. All times are in seconds.
+
+    Attributes:
+        rpc_timeout: Default deadline of a call. 0: bounded by the peer's liveness only.
+        init_method: Where workers meet: ``env://``, ``tcp://host:port`` or ``file://path``.
+        init_timeout: How long ``init_rpc`` waits for the other workers.
+        connect_timeout: Limit for opening one connection, handshake included.
+        lost_after: A peer that was not heard of for so long is lost.
+        num_worker_threads: How many idle threads the pool keeps; it grows beyond that
+            while handlers block.
+        transports: Names of the transports to use, in order of preference. None: all
+            that this platform has.
+        bind_address: Address that the TCP listener binds to. None: the advertised one.
+        advertise_address: Address that others are told to connect to. None: found out.
+        interface: Network interface whose address is advertised, for example ``eth0``.
+        port: TCP port to listen on, 0 for any free one.
+        secret: The cluster secret. None: taken from ``GRADWIRE_SECRET`` or from the file
+            that ``GRADWIRE_SECRET_FILE`` names. Without any, only Unix sockets of the
+            same user are used, and no TCP port is opened.
+        tls: Reserved for TLS between hosts; must be None for now.
+        max_head_bytes: Limit for the part of a frame that is not raw tensor memory.
+        max_frame_bytes: Limit for a whole frame.
+        max_inflight_bytes: How many bytes of unanswered calls one peer may hold for us
+            before ``rpc_async`` waits (calls made inside handlers never wait).
+        shared_memory_min_bytes: Tensors of at least this size go through shared memory
+            between workers on one host.
+        shared_memory_keep_bytes: How many bytes of unused segments one connection keeps.
+
+    Example:
+        >>> RpcBackendOptions(rpc_timeout=5.0).rpc_timeout
+        5.0
+    """
+
+    rpc_timeout: float = 60.0
+    init_method: str = "env://"
+    init_timeout: float = 60.0
+    connect_timeout: float = 10.0
+    lost_after: float = 10.0
+    num_worker_threads: int = 16
+    transports: tuple[str, ...] | None = None
+    bind_address: str | None = None
+    advertise_address: str | None = None
+    interface: str | None = None
+    port: int = 0
+    secret: str | bytes | None = field(default=None, repr=False)
+    tls: None = None
+    max_head_bytes: int = 1 << 30
+    max_frame_bytes: int = 1 << 36
+    max_inflight_bytes: int = 64 << 20
+    shared_memory_min_bytes: int = 128 << 10
+    shared_memory_keep_bytes: int = 512 << 20
+
+    def __post_init__(self) -> None:
+        _check_seconds("rpc_timeout", self.rpc_timeout, zero_allowed=True)
+        for name in ("init_timeout", "connect_timeout", "lost_after"):
+            _check_seconds(name, getattr(self, name), zero_allowed=False)
+        for name in (
+            "num_worker_threads",
+            "max_head_bytes",
+            "max_frame_bytes",
+            "max_inflight_bytes",
+            "shared_memory_min_bytes",
+        ):
+            _check_count(name, getattr(self, name), minimum=1)
+        _check_count(
+            "shared_memory_keep_bytes", self.shared_memory_keep_bytes, minimum=0
+        )
+        _check_count("port", self.port, minimum=0)
+        if self.max_head_bytes > 0xFFFFFFFF:
+            raise ValueError(
+                "max_head_bytes must fit 32 bits, as the head's length does on the wire"
+            )
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, found {self.port}")
+        if not isinstance(self.init_method, str) or "://" not in self.init_method:
+            raise ValueError(
+                "init_method must be a URL such as 'env://', 'tcp://host:port' or "
+                f"'file:///path', found {self.init_method!r}"
+            )
+        if self.tls is not None:
+            raise ValueError("tls is reserved for a later version and must be None")
+        if self.transports is not None and not self.transports:
+            raise ValueError("transports must name at least one transport, or be None")
+        if self.secret is not None and len(self.secret) == 0:
+            raise ValueError("secret must not be empty; use None for 'no secret'")
+
+
+def _check_seconds(name: str, value: object, *, zero_allowed: bool) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be a number of seconds, not {type(value).__name__}"
+        )
+    if not value >= 0 or (value == 0 and not zero_allowed):  # also refuses NaN
+        least = "at least 0" if zero_allowed else "above 0"
+        raise ValueError(f"{name} must be {least} seconds, found {value}")
+
+
+def _check_count(name: str, value: object, *, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, found {value}")
+
+
+def find_secret(options: RpcBackendOptions) -> bytes | None:
+    """The cluster secret from the options, the environment or a file; None if there is none."""
+    secret = options.secret
+    if secret is None:
+        secret = os.environ.get("GRADWIRE_SECRET") or None
+    if secret is None and (path := os.environ.get("GRADWIRE_SECRET_FILE")):
+        try:
+            secret = Path(path).read_bytes().strip()
+        except OSError as error:
+            raise UsageError(
+                f"GRADWIRE_SECRET_FILE names {path!r}, which cannot be read: {error}"
+            ) from error
+        if not secret:
+            raise UsageError(f"GRADWIRE_SECRET_FILE names {path!r}, which is empty")
+    return secret.encode() if isinstance(secret, str) else secret

@@ -1,0 +1,184 @@
+"""The exception tree: everything that gradwire raises on its own account.
+
+    GradwireError
+      UsageError(RuntimeError)        NotInitialized, UnknownWorker, InvalidWorkerName
+      TransportError                  ConnectError, ClosedError, PeerLostError
+      ProtocolError                   LocalProtocolError, RemoteProtocolError,
+                                      VersionMismatch, HandshakeRefused
+      SerializationError              EncodeError, DecodeError
+      DeadlineExceeded(TimeoutError)  ConnectTimeout, CallTimeout, ShutdownTimeout
+      RemoteError                     user code raised on another worker
+
+The tree is split by what the caller can do about it: mend the program (UsageError,
+SerializationError), wait or go on without a worker (TransportError, DeadlineExceeded),
+report a bug or a stranger (ProtocolError), or look at the other worker (RemoteError).
+Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
+
+Every error keeps its facts as attributes and survives pickling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CallTimeout",
+    "ClosedError",
+    "ConnectError",
+    "ConnectTimeout",
+    "DeadlineExceeded",
+    "DecodeError",
+    "EncodeError",
+    "GradwireError",
+    "HandshakeRefused",
+    "InvalidWorkerName",
+    "LocalProtocolError",
+    "NotInitialized",
+    "PeerLostError",
+    "ProtocolError",
+    "RemoteError",
+    "RemoteProtocolError",
+    "SerializationError",
+    "ShutdownTimeout",
+    "TransportError",
+    "UnknownWorker",
+    "UsageError",
+    "VersionMismatch",
+]
+
+
+class GradwireError(Exception):
+    """Base of every error that gradwire raises on its own account.
+
+    Args:
+        message: What was expected, what was found, and what to do next.
+        worker: Name of the worker that the error is about, where there is one.
+    """
+
+    def __init__(self, message: str = "", *, worker: str | None = None) -> None:
+        super().__init__(message)
+        self.worker = worker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword arguments do not travel in ``args``: rebuild bare, restore the rest.
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def _rebuild(cls: type[GradwireError], args: tuple[Any, ...]) -> GradwireError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
+
+
+class UsageError(GradwireError, RuntimeError):
+    """The program asked for something that makes no sense here and now."""
+
+
+class NotInitialized(UsageError):
+    """A call was made before ``init_rpc`` or after ``shutdown``."""
+
+
+class UnknownWorker(UsageError):
+    """The destination is not a member of this group."""
+
+
+class InvalidWorkerName(UsageError, ValueError):
+    """A worker name is empty, too long, or has characters that names may not have."""
+
+
+class TransportError(GradwireError):
+    """Bytes could not be moved between two workers."""
+
+
+class ConnectError(TransportError):
+    """No connection to a worker could be opened."""
+
+
+class ClosedError(TransportError):
+    """The connection or the agent was closed by this side."""
+
+
+class PeerLostError(TransportError):
+    """The other worker died, stopped answering, or left while it was needed."""
+
+
+class ProtocolError(GradwireError):
+    """One side broke the rules of the wire protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side was about to send something that the protocol does not allow."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The other side sent something that the protocol does not allow."""
+
+
+class VersionMismatch(ProtocolError):
+    """The two sides speak different versions of the protocol."""
+
+
+class HandshakeRefused(ProtocolError):
+    """One side refused the other: wrong secret, wrong user, or a name that is taken.
+
+    Attributes:
+        code: One word for the kind of refusal, for example ``secret`` or ``taken``.
+    """
+
+    def __init__(
+        self, message: str = "", *, worker: str | None = None, code: str = "protocol"
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.code = code
+
+
+class SerializationError(GradwireError):
+    """A value could not be turned into bytes, or bytes into a value."""
+
+
+class EncodeError(SerializationError):
+    """A value cannot be sent; raised on the worker that tried to send it."""
+
+
+class DecodeError(SerializationError):
+    """A value that arrived cannot be rebuilt, for example a function that is not there."""
+
+
+class DeadlineExceeded(GradwireError, TimeoutError):
+    """A wait reached its limit; the message says for whom it waited."""
+
+
+class ConnectTimeout(DeadlineExceeded):
+    """Workers did not appear, or did not answer, in time."""
+
+
+class CallTimeout(DeadlineExceeded):
+    """A call did not return before its deadline."""
+
+
+class ShutdownTimeout(DeadlineExceeded):
+    """A graceful shutdown reached its limit before all workers were done."""
+
+
+class RemoteError(GradwireError):
+    """User code raised on another worker.
+
+    An exception whose class can be imported here arrives as an instance of *both* that
+    class and this one. One that cannot be sent or rebuilt arrives as a plain
+    ``RemoteError`` that carries its text.
+
+    Attributes:
+        worker: Name of the worker on which the exception was raised.
+        remote_type: Qualified name of the original class.
+        remote_traceback: Formatted traceback of the original exception.
+    """
+
+    worker: str | None = None
+    remote_type: str = ""
+    remote_traceback: str = ""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not self.remote_traceback:
+            return text
+        return f"{text}\n\nRaised on worker {self.worker!r}:\n{self.remote_traceback.rstrip()}"

@@ -1,0 +1,44 @@
+"""Remote procedure calls between the workers of a group.
+
+Example:
+    On each of two processes, with ``rank`` 0 and 1::
+
+        from gradwire import rpc
+
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+        if rank == 0:
+            print(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)))
+        rpc.shutdown()
+"""
+
+from __future__ import annotations
+
+from gradwire._config import RpcBackendOptions
+from gradwire._ids import WorkerInfo
+from gradwire.rpc import functions
+from gradwire.rpc._api import (
+    get_debug_info,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    is_initialized,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from gradwire.rpc._future import Future
+
+__all__ = [
+    "Future",
+    "RpcBackendOptions",
+    "WorkerInfo",
+    "functions",
+    "get_debug_info",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_initialized",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

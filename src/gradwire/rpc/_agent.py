@@ -1,0 +1,893 @@
+"""The agent: one worker's end of everything. It calls, is called, and notices losses.
+
+It is made of parts with one job each, and this module ties them together:
+
+    WorkerPool   threads                    Dialer, Acceptor   connections and handshakes
+    Monitor      deadlines, heartbeats      Server             running others' requests
+    Peer, Link   another worker and the connection to it
+
+Nothing here is global: a process may hold several agents.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions, find_secret
+from gradwire._ids import WorkerInfo, check_rank, check_worker_name, new_incarnation
+from gradwire.errors import (
+    CallTimeout,
+    ClosedError,
+    ConnectError,
+    ConnectTimeout,
+    GradwireError,
+    HandshakeRefused,
+    NotInitialized,
+    PeerLostError,
+    RemoteProtocolError,
+    TransportError,
+    UnknownWorker,
+)
+from gradwire.rpc import _handshake
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._connect import Acceptor, Dialer, limits_of, refusal_for
+from gradwire.rpc._context import serving_agent
+from gradwire.rpc._future import Future, _refuse_in_event_loop
+from gradwire.rpc._handshake import PeerIdentity
+from gradwire.rpc._host import find_address, identify_host
+from gradwire.rpc._interceptors import registered_interceptors
+from gradwire.rpc._link import Link
+from gradwire.rpc._monitor import Monitor
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._remote_exceptions import rebuild
+from gradwire.rpc._serving import (
+    POSITIONAL,
+    WITH_FUNCTION,
+    WITH_KEYWORDS,
+    Server,
+)
+from gradwire.rpc._shutdown import Departure
+from gradwire.transport import Connection, Frame, Listener, channel_pair, get_transport
+from gradwire.transport._tcp import format_address, parse_address
+from gradwire.wire import (
+    Call,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Outgoing,
+    Reply,
+    decode_control,
+    decode_value,
+    encode,
+    kind_of,
+    name_of,
+    thread_state_is_clean,
+)
+
+__all__ = ["Agent"]
+
+_log = logging.getLogger("gradwire.rpc")
+
+INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
+"""Begin of the names of functions that agents call for themselves."""
+
+_CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
+_CLOSE_S = 5.0
+_DEFAULT_SCHEMES = ("unix", "tcp")
+_REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
+_CALL_KIND = kind_of(Call)
+
+
+class Agent:
+    """One worker.
+
+    Args:
+        name: Its name.
+        rank: Its rank.
+        world_size: Size of the group.
+        options: See `RpcBackendOptions`.
+        rendezvous_host: Host of the rendezvous store, to find out our own address.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        world_size: int,
+        options: RpcBackendOptions,
+        rendezvous_host: str | None = None,
+    ) -> None:
+        self.info = WorkerInfo(check_worker_name(name), check_rank(rank))
+        self.options = options
+        self.rpc_timeout = options.rpc_timeout
+        self.incarnation = new_incarnation()
+        self.pool = WorkerPool(name, options.num_worker_threads)
+        self._world_size = world_size
+        self._secret = find_secret(options)
+        self._host = identify_host()
+        self._rendezvous_host = rendezvous_host
+        self._interceptors = registered_interceptors()
+        self._server = Server(self, self._interceptors)
+        self._schemes = self._usable_schemes()
+        self._dialer = Dialer(
+            self._identify, self._secret, options, self._schemes, self._host
+        )
+        self._acceptor = Acceptor(
+            self.pool,
+            self._identify,
+            self._secret,
+            options,
+            self._admit,
+            self._on_accepted,
+        )
+        self._monitor = Monitor(name, self._tick)
+        self._ids = itertools.count(1)
+        # Guards the two tables of peers, `_links`, `_closed`: callers, threads that
+        # accept or lose a peer, the monitor.
+        self._lock = threading.RLock()
+        self._peers: dict[int, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self._links: dict[Link, Peer] = {}
+        self._closed = False
+        self._is_closing = False
+        self._last_tick = time.monotonic()
+        self._on_idle: Callable[[], None] | None = None
+        self.num_started = 0
+        self.departure = Departure(self)
+
+    # ------------------------------------------------------------------- beginning
+
+    def _usable_schemes(self) -> tuple[str, ...]:
+        schemes = self.options.transports or _DEFAULT_SCHEMES
+        usable = []
+        for scheme in schemes:
+            transport = get_transport(scheme)
+            if transport.capabilities.needs_secret and self._secret is None:
+                if self.options.transports is not None:
+                    raise ConnectError(
+                        f"transport {scheme!r} needs a cluster secret: set GRADWIRE_SECRET "
+                        "or RpcBackendOptions(secret=...) to the same value on all workers"
+                    )
+                continue
+            if transport.is_available():
+                usable.append(scheme)
+        if not usable:
+            raise ConnectError(
+                f"none of the transports {', '.join(schemes)} can be used here; without "
+                "Unix sockets a cluster secret is needed: set GRADWIRE_SECRET"
+            )
+        return tuple(usable)
+
+    def start(self) -> WorkerRecord:
+        """Listens and starts the threads; returns what others need to find us."""
+        addresses = {}
+        listeners: list[Listener] = []
+        label = f"gradwire-{self.incarnation:016x}"
+        try:
+            for scheme in self._schemes:
+                transport = get_transport(scheme)
+                host = ""
+                if transport.capabilities.crosses_hosts:
+                    advertised = find_address(self.options, self._rendezvous_host)
+                    host = self.options.bind_address or advertised
+                listener = transport.listen(host, self.options.port, label)
+                listeners.append(listener)
+                addresses[scheme] = listener.address
+                if transport.capabilities.crosses_hosts:
+                    _, port = parse_address(listener.address)
+                    addresses[scheme] = format_address(advertised, port)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            self.pool.poller.close()
+            raise
+        self.pool.start()
+        for listener in listeners:
+            self._acceptor.listen(listener)
+        self._monitor.start()
+        record = WorkerRecord(
+            name=self.info.name,
+            rank=self.info.id,
+            incarnation=self.incarnation,
+            world_size=self._world_size,
+            boot_id=self._host.boot_id,
+            network_namespace=self._host.network_namespace,
+            addresses=addresses,
+        )
+        self._connect_to_self(record)
+        return record
+
+    def _connect_to_self(self, record: WorkerRecord) -> None:
+        """Calls to oneself take the same way as all others."""
+        peer = Peer(
+            self.info, self.incarnation, self.options.max_inflight_bytes, record
+        )
+        self._enter(peer)
+        limits = limits_of(self.options)
+        ours, theirs = (c.upgrade(limits, b"") for c in channel_pair())
+        self._add_link(theirs, peer, 0.0)
+        peer.attach(self._add_link(ours, peer, 0.0))
+
+    def set_members(self, records: Sequence[WorkerRecord]) -> None:
+        """Learns who belongs to the group."""
+        with self._lock:
+            for record in records:
+                known = self._peers.get(record.rank)
+                if known is not None and known.incarnation == record.incarnation:
+                    known.record = record
+                    continue
+                info = WorkerInfo(record.name, record.rank)
+                self._enter(
+                    Peer(
+                        info,
+                        record.incarnation,
+                        self.options.max_inflight_bytes,
+                        record,
+                    )
+                )
+
+    def _enter(self, peer: Peer) -> None:
+        with self._lock:
+            old = self._peers.get(peer.info.id)
+            if old is not None and self._by_name.get(old.info.name) is old:
+                del self._by_name[old.info.name]
+            self._peers[peer.info.id] = peer
+            self._by_name[peer.info.name] = peer
+
+    # ----------------------------------------------------------------- connections
+
+    def _identify(self) -> PeerIdentity:
+        return PeerIdentity(*self.info, self.incarnation, time.monotonic())
+
+    def _admit(self, identity: PeerIdentity) -> _handshake.Refusal | None:
+        with self._lock:
+            known = self._peers.get(identity.rank)
+            refusal = refusal_for(
+                identity,
+                own_rank=self.info.id,
+                own_name=self.info.name,
+                known=known,
+                namesake=self._by_name.get(identity.name),
+                is_closing=self._is_closing,
+                world_size=self._world_size,
+            )
+            if refusal is None and (
+                known is None or known.incarnation != identity.incarnation
+            ):
+                info = WorkerInfo(identity.name, identity.rank)
+                self._enter(
+                    Peer(info, identity.incarnation, self.options.max_inflight_bytes)
+                )
+            return refusal
+
+    def _on_accepted(self, connection: Connection, identity: PeerIdentity) -> None:
+        peer = self._peers.get(identity.rank)
+        if peer is None or peer.incarnation != identity.incarnation:
+            connection.close()  # it was replaced while it shook hands
+            return
+        self._attach(connection, peer, identity.clock - time.monotonic())
+
+    def _attach(self, connection: Connection, peer: Peer, offset: float) -> Link:
+        link = self._add_link(connection, peer, offset, start=False)
+        if not peer.attach(link):
+            self._drop_link(link)
+            existing = peer.link
+            if existing is None:
+                raise peer.error()
+            return existing
+        link.start()
+        return link
+
+    def _add_link(
+        self, connection: Connection, peer: Peer, offset: float, *, start: bool = True
+    ) -> Link:
+        link = Link(connection, self.pool, self._on_frames, self._on_link_end)
+        link.clock_offset = offset
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._links[link] = peer
+        if closed:
+            link.close()
+            raise ClosedError("the agent is shut down")
+        if start:
+            link.start()
+        return link
+
+    def _drop_link(self, link: Link) -> None:
+        with self._lock:
+            self._links.pop(link, None)
+        link.close()
+
+    def _link_to(self, peer: Peer, deadline: float) -> Link:
+        """The connection to a peer; opened here and now if there is none."""
+        if self._closed:
+            raise NotInitialized(
+                f"worker {self.info.name!r} is shut down; calls are no longer possible"
+            )
+        limit = time.monotonic() + self.options.connect_timeout
+        if deadline:
+            limit = min(limit, deadline)
+        with peer.changed:
+            while peer.is_dialing and peer.link is None and peer.fate is None:
+                if not peer.changed.wait(max(0.0, limit - time.monotonic())):
+                    raise self._connect_timeout(peer)
+            if peer.fate is not None:
+                raise peer.error()
+            if peer.link is not None:
+                return peer.link
+            if peer.record is None:
+                raise ConnectError(
+                    f"the address of worker {peer.info.name!r} is not known yet",
+                    worker=peer.info.name,
+                )
+            peer.is_dialing = True
+        try:
+            connection, offset = self._dialer.dial(peer.record, limit)
+            return self._attach(connection, peer, offset)
+        except HandshakeRefused as error:
+            if error.code != _handshake.GLARE:
+                raise
+        finally:
+            with peer.changed:
+                peer.is_dialing = False
+                peer.changed.notify_all()
+        # It dials us at this very moment, and its connection is the one that is kept.
+        link = peer.wait_for_link(limit)
+        if link is None:
+            raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
+        return link
+
+    def _connect_timeout(self, peer: Peer) -> ConnectTimeout:
+        return ConnectTimeout(
+            f"no connection to worker {peer.info.name!r} (rank {peer.info.id}) could be "
+            f"opened within the limit (option connect_timeout, or the call's deadline)",
+            worker=peer.info.name,
+        )
+
+    def connect(self, peer: Peer) -> None:
+        """Opens the connection to a peer if there is none."""
+        if peer.link is None or not peer.is_usable:
+            self._link_to(peer, 0.0)
+
+    def contact(self, record: WorkerRecord) -> bool:
+        """Whether the worker of a record lives; connects to it, so that it knows us."""
+        self.set_members([record])
+        peer = self._peers[record.rank]
+        try:
+            self._link_to(peer, 0.0)
+        except HandshakeRefused as error:
+            if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
+                return False
+            raise
+        except (ConnectError, ConnectTimeout, PeerLostError):
+            return False
+        return True
+
+    def probe(self, record: WorkerRecord) -> bool:
+        """Whether somebody who holds our own rank or name answers."""
+        limit = time.monotonic() + self.options.connect_timeout
+        try:
+            connection, _ = self._dialer.dial(record, limit)
+        except HandshakeRefused as error:
+            return error.code == _handshake.TAKEN
+        except GradwireError:
+            return False
+        connection.close()
+        return True
+
+    # ------------------------------------------------------------------ destinations
+
+    def find(self, to: object) -> Peer:
+        """The peer that a destination means.
+
+        Raises:
+            ValueError: It is neither name, rank nor WorkerInfo.
+            UnknownWorker: There is no such worker.
+        """
+        if type(to) is str:
+            peer = self._by_name.get(to)
+        elif type(to) is int:
+            peer = self._peers.get(to)
+        elif isinstance(to, tuple) and isinstance(to, WorkerInfo):
+            peer = self._peers.get(to.id)
+            if peer is not None and peer.info.name != to.name:
+                peer = None
+        elif isinstance(to, str):
+            return self.find(str(to))
+        else:
+            raise ValueError(
+                "a destination is a worker's name (str), rank (int) or WorkerInfo, not "
+                f"{type(to).__name__}: {to!r}"
+            )
+        if peer is None:
+            known = ", ".join(
+                f"{p.info.name!r}" for p in list(self._peers.values())[:16]
+            )
+            raise UnknownWorker(
+                f"worker {self.info.name!r} could not find destination {to!r}; the group "
+                f"has {len(self._peers)} workers: {known}"
+            )
+        return peer
+
+    def workers(self) -> list[WorkerInfo]:
+        """All members, by rank."""
+        with self._lock:
+            return sorted((p.info for p in self._peers.values()), key=lambda i: i.id)
+
+    # ----------------------------------------------------------------------- calling
+
+    def call(
+        self,
+        to: object,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Any:
+        """Calls a function on another worker and waits for the result."""
+        _refuse_in_event_loop()
+        call, peer = self._start_call(to, function, args, kwargs, timeout, False)
+        self._await(call, peer)
+        if call.error is not None:
+            raise call.error
+        return call.value
+
+    def call_async(
+        self,
+        to: object,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Future[Any]:
+        """Calls a function on another worker; the result comes through a future."""
+        call, _ = self._start_call(to, function, args, kwargs, timeout, True)
+        if call.future is None:
+            raise AssertionError("an asynchronous call has a future")
+        return call.future
+
+    def _start_call(
+        self,
+        to: object,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] | None,
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        is_async: bool,
+    ) -> tuple[PendingCall, Peer]:
+        peer = self.find(to)
+        if not callable(function):
+            raise TypeError(
+                f"function should be callable, found {type(function).__name__}"
+            )
+        deadline = self._deadline(timeout)
+        link = peer.link
+        if link is None or peer.fate is not None:
+            link = self._link_to(peer, deadline)
+        target = name_of(function)
+        if type(args) is not tuple:
+            args = _as_tuple(args)
+        value: tuple[Any, ...]
+        if target is None:
+            style, value = WITH_FUNCTION, (function, args, kwargs or {})
+        elif kwargs:
+            style, value = WITH_KEYWORDS, (args, kwargs)
+        else:
+            style, value = POSITIONAL, args
+        message = Call(next(self._ids), deadline, target, style)
+        outgoing = self.encode(message, value, peer, is_reply=False)
+        label = target or repr(function)
+        cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
+        self._take_credit(peer, cost, deadline, label)
+        call = PendingCall(message.id, label, deadline, cost)
+        call.link = link
+        if is_async:
+            call.future = Future(
+                outcome=call,
+                executor=self._run_callback,
+                waiter=functools.partial(self._wait_for_future, call, peer),
+            )
+            if deadline:
+                self._monitor.call_by(deadline)
+        if not label.startswith(INTERNAL_PREFIX):
+            self.num_started += 1
+        self._send_call(link, peer, call, outgoing)
+        return call, peer
+
+    def _take_credit(self, peer: Peer, cost: int, deadline: float, label: str) -> None:
+        credits_ = peer.calls.credits
+        if serving_agent.get() is not None:
+            credits_.force(cost)  # a handler that waited could be waited for itself
+        elif not credits_.take(cost, deadline):
+            raise CallTimeout(
+                f"the call of {label} on worker {peer.info.name!r} waited until its deadline "
+                f"for earlier calls: {len(peer.calls)} of them, {credits_.used} bytes, are "
+                "not answered (option max_inflight_bytes); it was not sent",
+                worker=peer.info.name,
+            )
+
+    def _send_call(
+        self, link: Link, peer: Peer, call: PendingCall, outgoing: Outgoing
+    ) -> None:
+        """Enters a call and sends it; if the peer is gone, the call has failed."""
+        peer.calls.add(call)
+        if peer.fate is not None:
+            # It was lost while we prepared: the table was emptied before we entered.
+            self._fail_call(peer, call, peer.error())
+            return
+        try:
+            ticket = link.send(outgoing.head, outgoing.buffers)
+        except TransportError:
+            self._fail_call(peer, call, self._lost_error(peer))
+            return
+        except BaseException:
+            peer.calls.take(call.id)
+            raise
+        if ticket is not None:
+            left = call.deadline - time.monotonic() if call.deadline else None
+            # The peer reads at all times, so this ends with its life at the latest.
+            if not ticket.wait(left):
+                ticket.detach()
+
+    def _deadline(self, timeout: float) -> float:
+        if timeout == UNSET_TIMEOUT or timeout is None:
+            timeout = self.rpc_timeout
+        elif not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+            raise TypeError(
+                f"timeout must be a number of seconds, not {type(timeout).__name__}"
+            )
+        if not timeout >= 0:  # written so that it also refuses NaN
+            raise ValueError(
+                f"timeout must be at least 0 (0: none, -1: the default), found {timeout}"
+            )
+        return time.monotonic() + timeout if timeout else 0.0
+
+    def encode(
+        self, message: Call | Reply, value: Any, peer: Peer, *, is_reply: bool
+    ) -> Outgoing:
+        """Encodes a message, with the headers of the interceptors."""
+        if not self._interceptors:
+            return encode(message, value)
+
+        def add_headers(tensors: list[torch.Tensor]) -> None:
+            headers = {}
+            for interceptor in self._interceptors:
+                header = interceptor.outgoing(peer.info, is_reply, tensors)
+                if header is not None:
+                    headers[interceptor.name] = header
+            message.headers = headers or None
+
+        return encode(message, value, on_tensors=add_headers)
+
+    # ----------------------------------------------------------------------- waiting
+
+    def _await(self, call: PendingCall, peer: Peer) -> None:
+        """Waits for a call; reads the connection itself if nobody else has to."""
+        link = call.link
+        # With more calls in flight the pool reads: it completes many in one go.
+        if (
+            link is not None
+            and not call.done
+            and len(peer.calls) == 1
+            and thread_state_is_clean()
+        ):
+            frames = link.read_for(call.id, lambda: call.done, call.deadline)
+            if frames:
+                link.deliver(frames)
+        while not call.done:
+            left = call.deadline - time.monotonic() if call.deadline else 3600.0
+            if call.wait(max(0.0, left)):
+                return
+            if call.deadline:
+                self._expire(peer, call)
+
+    def _wait_for_future(
+        self, call: PendingCall, peer: Peer, timeout_s: float | None
+    ) -> bool:
+        if timeout_s is None:
+            self._await(call, peer)
+            return True
+        return call.wait(timeout_s)
+
+    def _expire(self, peer: Peer, call: PendingCall) -> None:
+        if peer.calls.give_up(call):
+            call.settle(
+                None,
+                CallTimeout(
+                    f"the call of {call.target} on worker {peer.info.name!r} (rank "
+                    f"{peer.info.id}) did not return before its deadline; it may still "
+                    "run there",
+                    worker=peer.info.name,
+                ),
+            )
+            self.note_idle()
+
+    def _run_callback(self, callback: Callable[[], None]) -> None:
+        if self.pool.is_pool_thread:
+            self.pool.ensure_follower()
+            callback()
+        else:
+            self.pool.submit(callback)
+
+    # --------------------------------------------------------------------- receiving
+
+    def _on_frames(self, link: Link, frames: list[Frame]) -> Callable[[], None] | None:
+        """Handles answers and control messages; returns the calls, to be served."""
+        peer = self._links.get(link)
+        if peer is None:
+            return None
+        calls: list[tuple[Call, Frame]] = []
+        frames.reverse()
+        while frames:  # popped, so that their buffers die with their users
+            frame = frames.pop()
+            try:
+                message, kind = decode_control(frame.head)
+                if kind == _CALL_KIND:
+                    calls.append((message, frame))  # type: ignore[arg-type]
+                elif kind in _REPLY_KINDS:
+                    self._on_answer(peer, message, frame)
+                else:
+                    self._on_control(link, peer, message)
+            except GradwireError as error:
+                self.lose(peer, f"it broke the protocol: {error}")
+                return None
+            del frame
+        return functools.partial(self._serve, link, peer, calls) if calls else None
+
+    def _serve(self, link: Link, peer: Peer, calls: list[tuple[Call, Frame]]) -> None:
+        """Serves the first call here; others may have to run at the same time."""
+        if len(calls) > 1:
+            self.pool.submit(
+                *[functools.partial(self._serve, link, peer, [c]) for c in calls[1:]]
+            )
+            del calls[1:]
+        self.pool.ensure_follower()
+        call, frame = calls.pop()
+        holder = [frame]
+        del frame
+        is_internal = (call.target or "").startswith(INTERNAL_PREFIX)
+        self._server.serve(link, peer, call, holder, counts=not is_internal)
+
+    def _on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
+        call_id: int = message.id  # type: ignore[attr-defined]
+        call = peer.calls.take(call_id)
+        if call is None:
+            self._drop_answer(peer, message)
+            return
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value, tensors = decode_value(message, frame.head, frame.buffers)
+            if type(message) is Failure:
+                error = rebuild(value)
+                value = None
+            else:
+                for interceptor in self._interceptors:
+                    header = (message.headers or {}).get(interceptor.name)  # type: ignore[attr-defined]
+                    interceptor.incoming(peer.info, True, header, tensors)
+        except Exception as problem:
+            self._drop_answer(peer, message)
+            value, error = None, problem
+        if call.future is not None and self.pool.is_pool_thread:
+            self.pool.ensure_follower()  # torch's own callbacks run in here
+        call.settle(value, error)
+        self.note_idle()
+
+    def _drop_answer(self, peer: Peer, message: Message) -> None:
+        headers: dict[str, bytes] | None = getattr(message, "headers", None)
+        for interceptor in self._interceptors:
+            if headers and interceptor.name in headers:
+                interceptor.dropped(peer.info, headers[interceptor.name])
+
+    def _on_control(self, link: Link, peer: Peer, message: Message) -> None:
+        if type(message) is Heartbeat:
+            # Travel time makes samples too small, so the largest is the truest; it may
+            # shrink again, slowly, as clocks drift.
+            sample = message.sent_at - time.monotonic()
+            link.clock_offset = max(link.clock_offset - 1e-3, sample)
+        elif type(message) is Goodbye:
+            self.lose(peer, message.reason or "it shut down", left=True)
+        else:
+            raise RemoteProtocolError(
+                f"an unexpected message of type {type(message).__name__} arrived"
+            )
+
+    # ------------------------------------------------------------------------ losing
+
+    def _on_link_end(self, link: Link, reason: str) -> None:
+        peer = self._links.get(link)
+        if peer is not None and peer.link in (link, None):
+            self.lose(peer, reason)
+        self._drop_link(link)
+
+    def lose(self, peer: Peer, reason: str, *, left: bool = False) -> None:
+        """Ends everything that depends on a peer. Idempotent."""
+        if not peer.end(reason, left=left):
+            return
+        if not left and not self._closed:
+            _log.warning(
+                "worker %s lost worker %s (rank %d): %s",
+                self.info.name,
+                peer.info.name,
+                peer.info.id,
+                reason,
+            )
+        with self._lock:
+            links = [link for link, owner in self._links.items() if owner is peer]
+        for link in links:
+            self._drop_link(link)
+        for call in peer.calls.take_all():
+            self._settle_from_anywhere(call, peer.error())
+        for interceptor in self._interceptors:
+            interceptor.peer_lost(peer.info)
+        self.note_idle()
+
+    def _settle_from_anywhere(self, call: PendingCall, error: BaseException) -> None:
+        # Futures may run foreign code when they complete: not on the monitor's thread.
+        if call.future is None or self.pool.is_pool_thread or self._closed:
+            call.settle(None, error)
+        else:
+            self.pool.submit(lambda: call.settle(None, error))
+
+    def _fail_call(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
+        if peer.calls.take(call.id) is not None:
+            call.settle(None, error)
+
+    def _lost_error(self, peer: Peer) -> GradwireError:
+        if self._closed:
+            return NotInitialized(f"worker {self.info.name!r} was shut down meanwhile")
+        self.lose(peer, "the connection is closed")
+        return peer.error()
+
+    # ----------------------------------------------------------------------- the clock
+
+    def _tick(self, now: float) -> float:
+        """Deadlines, heartbeats, losses, leftovers; says when to come again."""
+        interval = self.options.lost_after / 4
+        # If we ourselves slept (a stopped process, a laptop lid), nobody else is late.
+        slept = now - self._last_tick > self.options.lost_after / 2
+        self._last_tick = now
+        with self._lock:
+            peers = list(self._peers.values())
+            links = list(self._links.items())
+        due = now + min(interval, 1.0)
+        for peer in peers:
+            for call in peer.calls.overdue(now):
+                if call.future is None:
+                    continue  # its caller waits and looks at the clock itself
+                self.pool.submit(functools.partial(self._expire, peer, call))
+            due = min(due, max(peer.calls.next_deadline(), now))
+        for link, peer in links:
+            if slept:
+                link.last_received = now
+            if now - link.last_received > self.options.lost_after:
+                silence = now - link.last_received
+                self.lose(peer, f"nothing was heard of it for {silence:.1f} s")
+                continue
+            try:
+                link.keep_house(now)
+                if now - link.last_sent >= interval * 0.9:
+                    link.send(encode(Heartbeat(now)).head, [])
+            except TransportError:
+                pass  # its reader notices too, and knows why
+        self._acceptor.drop_silent_strangers(now)
+        return due
+
+    def note_idle(self) -> None:
+        """Something ended; tells a shutdown that waits for it."""
+        if self._on_idle is not None:
+            self._on_idle()
+
+    def set_idle_callback(self, callback: Callable[[], None] | None) -> None:
+        """Calls ``callback`` whenever a call or a request has ended."""
+        self._on_idle = callback
+
+    # ----------------------------------------------------------------------------- end
+
+    @property
+    def num_pending(self) -> int:
+        """Calls of ours that were not answered yet; the agent's own do not count."""
+        return len(self.pending_calls())
+
+    def pending_calls(self) -> list[str]:
+        """What was called where and is not answered yet."""
+        return [
+            f"{target} on {peer.info.name!r}"
+            for peer in list(self._peers.values())
+            for target in peer.calls.describe()
+            if not target.startswith(INTERNAL_PREFIX)
+        ]
+
+    @property
+    def num_active(self) -> int:
+        """Requests of others that we have not answered yet."""
+        return self._server.num_active
+
+    def peers(self) -> list[Peer]:
+        """All members but this one, by rank."""
+        with self._lock:
+            others = [p for p in self._peers.values() if p.info.id != self.info.id]
+        return sorted(others, key=lambda p: p.info.id)
+
+    def debug_info(self) -> dict[str, Any]:
+        """Counts of what there is at the moment."""
+        with self._lock:
+            links = list(self._links.items())
+            peers = list(self._peers.values())
+        counters: dict[str, int] = {}
+        for link, _ in links:
+            for key, value in link.connection.counters().items():
+                counters[key] = counters.get(key, 0) + value
+        return {
+            "client_active_calls": self.num_pending,
+            "server_active_calls": self.num_active,
+            "calls_started": self.num_started,
+            "calls_served": self._server.num_served,
+            "threads": self.pool.num_threads,
+            "idle_threads": self.pool.num_idle,
+            "connections": len(links),
+            "inflight_bytes": sum(p.calls.credits.used for p in peers),
+            "workers_lost": sum(not p.is_usable for p in peers),
+            "transports": {
+                peer.info.name: link.connection.scheme for link, peer in links
+            },
+            **counters,
+        }
+
+    def close(self, reason: str = "it shut down") -> list[str]:
+        """Ends the agent: says goodbye, closes everything, joins the threads.
+
+        Returns:
+            Names of threads whose handlers did not end in time.
+        """
+        with self._lock:
+            if self._closed:
+                return []
+            self._is_closing = True
+            links = list(self._links.items())
+        farewell = encode(Goodbye(reason)).head
+        for link, _ in links:
+            try:
+                link.send(farewell, [])
+            except GradwireError:
+                pass
+        with self._lock:
+            self._closed = True
+            links = list(self._links.items())
+            peers = list(self._peers.values())
+        self._acceptor.close()
+        self._monitor.close()
+        error = NotInitialized(
+            f"worker {self.info.name!r} was shut down while the call was in flight"
+        )
+        for peer in peers:
+            peer.end("this worker was shut down", left=True)
+            for call in peer.calls.take_all():
+                call.settle(None, error)
+        for link, _ in links:
+            self._drop_link(link)
+        self._server.close(_CLOSE_S)
+        return self.pool.close(_CLOSE_S)
+
+
+def _as_tuple(args: object) -> tuple[Any, ...]:
+    if args is None:
+        return ()
+    if isinstance(args, (tuple, list)):
+        return tuple(args)
+    raise TypeError(
+        f"args must be a tuple or a list of arguments, not {type(args).__name__}; write "
+        "args=(x,) for a single one"
+    )

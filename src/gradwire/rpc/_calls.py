@@ -1,0 +1,164 @@
+"""Calls in flight, as this worker's own agent sees them: no sockets, no threads.
+
+Who finishes a call (reply, deadline, loss of the peer) is decided by whoever takes it
+out of its peer's table; taking out is atomic.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gradwire.rpc._future import Future, Outcome
+
+if TYPE_CHECKING:
+    from gradwire.rpc._link import Link
+
+__all__ = ["CallTable", "Credits", "PendingCall"]
+
+
+class PendingCall(Outcome):
+    """One call that was sent and not answered yet."""
+
+    __slots__ = ("cost", "deadline", "future", "id", "link", "target")
+
+    def __init__(self, call_id: int, target: str, deadline: float, cost: int) -> None:
+        super().__init__()
+        self.id = call_id
+        self.target = target
+        self.deadline = deadline
+        self.cost = cost
+        self.link: Link | None = None
+        self.future: Future[Any] | None = None
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Finishes the call. Callbacks of its future may run here."""
+        if self.finish(value, error) and self.future is not None:
+            self.future._settle()
+
+
+class CallTable:
+    """The unanswered calls to one peer, and the bytes that they make it hold.
+
+    A call that timed out stays accounted for until the peer answers after all: it still
+    holds the request.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.credits = Credits(max_bytes)
+        self._pending: dict[int, PendingCall] = {}
+        self._overdue: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, call: PendingCall) -> None:
+        """Enters a call, before it is sent."""
+        self._pending[call.id] = call
+
+    def take(self, call_id: int) -> PendingCall | None:
+        """The call that an answer belongs to; None if nobody waits for it any more."""
+        call = self._pending.pop(call_id, None)
+        if call is not None:
+            self.credits.give(call.cost)
+        else:
+            self.credits.give(self._overdue.pop(call_id, 0))
+        return call
+
+    def give_up(self, call: PendingCall) -> bool:
+        """Stops waiting for a call; False if it was answered meanwhile."""
+        # The bytes are entered first: an answer that comes in between returns them.
+        self._overdue[call.id] = call.cost
+        if self._pending.pop(call.id, None) is None:
+            self._overdue.pop(call.id, None)
+            return False
+        return True
+
+    def take_all(self) -> list[PendingCall]:
+        """Empties the table: the peer is lost."""
+        calls = []
+        while self._pending:
+            try:
+                _, call = self._pending.popitem()
+            except KeyError:
+                break
+            calls.append(call)
+        self._overdue.clear()
+        self.credits.reset()
+        return calls
+
+    def overdue(self, now: float) -> list[PendingCall]:
+        """The calls whose deadline has passed."""
+        return [c for c in list(self._pending.values()) if 0 < c.deadline <= now]
+
+    def next_deadline(self) -> float:
+        """The earliest deadline, infinity if there is none."""
+        return min(
+            (c.deadline for c in list(self._pending.values()) if c.deadline),
+            default=float("inf"),
+        )
+
+    def describe(self) -> list[str]:
+        """What is in flight, for error texts."""
+        return [c.target for c in list(self._pending.values())]
+
+
+class Credits:
+    """A bound on the bytes that unanswered calls make a peer hold."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        # Guards `_used` and `_closed`; any calling thread, and those that read replies.
+        self._changed = threading.Condition()
+        self._used = 0
+        self._waiting = 0
+        self._closed = False
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self._used
+
+    def take(
+        self, cost: int, deadline: float, on_wait: Callable[[], None] | None = None
+    ) -> bool:
+        """Takes ``cost`` bytes, waiting for them if need be; False at the deadline.
+
+        A cost above the whole bound is granted when nothing else is taken.
+        """
+        with self._changed:
+            while self._used + cost > self._max and self._used > 0 and not self._closed:
+                if on_wait is not None:
+                    on_wait()
+                    on_wait = None
+                left = deadline - time.monotonic() if deadline else 3600.0
+                if left <= 0:
+                    return False
+                self._waiting += 1
+                try:
+                    self._changed.wait(left)
+                finally:
+                    self._waiting -= 1
+            self._used += cost
+            return True
+
+    def force(self, cost: int) -> None:
+        """Takes ``cost`` bytes without waiting: nested calls must not wait."""
+        with self._changed:
+            self._used += cost
+
+    def give(self, cost: int) -> None:
+        """Gives bytes back."""
+        if cost:
+            with self._changed:
+                self._used -= cost
+                if self._waiting:
+                    self._changed.notify_all()
+
+    def reset(self) -> None:
+        """All bytes are free, and nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

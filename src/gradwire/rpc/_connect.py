@@ -1,0 +1,373 @@
+"""Opening connections: dialing, accepting, and the handshake on both sides.
+
+Dialing happens on the thread that needs the connection and blocks it, with a limit.
+Accepting happens on the pool's threads and never blocks: a stranger who connects and
+says nothing holds a few bytes for some seconds, and no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from gradwire._config import RpcBackendOptions
+from gradwire.errors import (
+    ConnectError,
+    ConnectTimeout,
+    GradwireError,
+    HandshakeRefused,
+)
+from gradwire.rpc import _handshake
+from gradwire.rpc._handshake import AcceptorHandshake, InitiatorHandshake, PeerIdentity
+from gradwire.rpc._host import HostIdentity
+from gradwire.rpc._link import readiness
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._records import WorkerRecord
+from gradwire.transport import Channel, Connection, Limits, Listener, get_transport
+
+__all__ = ["Acceptor", "Dialer", "limits_of"]
+
+_log = logging.getLogger("gradwire.rpc")
+
+_READ_BYTES = 16 << 10
+_MAX_STRANGERS = 256
+
+
+def limits_of(options: RpcBackendOptions) -> Limits:
+    """The limits of each connection."""
+    return Limits(
+        max_head_bytes=options.max_head_bytes,
+        max_frame_bytes=options.max_frame_bytes,
+        shared_memory_min_bytes=options.shared_memory_min_bytes,
+        shared_memory_keep_bytes=options.shared_memory_keep_bytes,
+    )
+
+
+class Dialer:
+    """Opens connections to other workers."""
+
+    def __init__(
+        self,
+        identify: Callable[[], PeerIdentity],
+        secret: bytes | None,
+        options: RpcBackendOptions,
+        schemes: tuple[str, ...],
+        host: HostIdentity,
+    ) -> None:
+        self._identify = identify
+        self._secret = secret
+        self._options = options
+        self._schemes = schemes
+        self._host = host
+
+    def choose(self, record: WorkerRecord) -> str:
+        """The transport for a worker: the first that both have and that reaches it."""
+        same_host = self._host.is_same(record)
+        for scheme in self._schemes:
+            reaches = same_host or get_transport(scheme).capabilities.crosses_hosts
+            if reaches and scheme in record.addresses:
+                return scheme
+        where = "the same host" if same_host else "another host"
+        remedy = (
+            ""
+            if same_host or self._secret is not None
+            else "; workers on different hosts need a cluster secret on each of them (set "
+            "GRADWIRE_SECRET or RpcBackendOptions(secret=...))"
+        )
+        raise ConnectError(
+            f"worker {record.name!r} is on {where} and offers "
+            f"{', '.join(sorted(record.addresses)) or 'no transport'}; this worker has "
+            f"{', '.join(self._schemes)}: no transport in common{remedy}",
+            worker=record.name,
+        )
+
+    def dial(self, record: WorkerRecord, deadline: float) -> tuple[Connection, float]:
+        """Connects to a worker and proves who is who.
+
+        Returns:
+            The connection, and how far the peer's clock is ahead of ours.
+
+        Raises:
+            ConnectError: Nobody is there.
+            ConnectTimeout: Not in time.
+            HandshakeRefused: One side did not want the other.
+        """
+        scheme = self.choose(record)
+        left = deadline - time.monotonic()
+        try:
+            channel = get_transport(scheme).connect(record.addresses[scheme], left)
+        except ConnectError as error:
+            raise ConnectError(
+                f"cannot connect to worker {record.name!r} (rank {record.rank}) by {scheme} "
+                f"at {record.addresses[scheme]}: {error}",
+                worker=record.name,
+            ) from error
+        try:
+            return self._shake_hands(channel, record, deadline)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _shake_hands(
+        self, channel: Channel, record: WorkerRecord, deadline: float
+    ) -> tuple[Connection, float]:
+        handshake = InitiatorHandshake(
+            self._identify(),
+            target_rank=record.rank,
+            target_incarnation=record.incarnation,
+            target_name=record.name,
+            secret=self._secret,
+            peer_is_same_user=channel.peer_is_same_user,
+        )
+        channel.write(handshake.start())
+        while not handshake.done:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ConnectTimeout(
+                    f"worker {record.name!r} (rank {record.rank}) accepted a connection "
+                    "but did not answer the handshake in time",
+                    worker=record.name,
+                )
+            data = channel.read(_READ_BYTES)
+            if data is None:
+                readiness(channel.fileno())(left * 1e3)
+            elif not data:
+                raise ConnectError(
+                    f"worker {record.name!r} closed the connection during the handshake",
+                    worker=record.name,
+                )
+            else:
+                answer = _feed(channel, handshake, data)
+                if answer:
+                    channel.write(answer)
+        if handshake.peer is None:
+            raise AssertionError("a finished handshake knows the peer")
+        offset = handshake.peer.clock - time.monotonic()
+        return channel.upgrade(limits_of(self._options), handshake.leftover), offset
+
+
+def _feed(
+    channel: Channel, handshake: InitiatorHandshake | AcceptorHandshake, data: bytes
+) -> bytes:
+    """Gives bytes to the handshake; if it fails, the peer is told why."""
+    try:
+        return handshake.receive(data)
+    except GradwireError:
+        if handshake.last_words:
+            with contextlib.suppress(ConnectError):
+                channel.write(handshake.last_words)
+        raise
+
+
+class Acceptor:
+    """Lets other workers in.
+
+    Args:
+        admit: Decides, after the proof, whether a peer may come in.
+        on_connection: Gets the connection of a peer that was let in, on a pool thread.
+    """
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        identify: Callable[[], PeerIdentity],
+        secret: bytes | None,
+        options: RpcBackendOptions,
+        admit: _handshake.Admit,
+        on_connection: Callable[[Connection, PeerIdentity], None],
+    ) -> None:
+        self._pool = pool
+        self._identify = identify
+        self._secret = secret
+        self._options = options
+        self._admit = admit
+        self._on_connection = on_connection
+        self._listeners: list[Listener] = []
+        # Guards `_strangers`: pool threads add and remove, the monitor removes.
+        self._lock = threading.Lock()
+        self._strangers: dict[int, _Stranger] = {}
+        self._closed = False
+
+    def listen(self, listener: Listener) -> None:
+        """Begins to accept from a listener."""
+        self._listeners.append(listener)
+        fileno = listener.fileno()
+        self._pool.watch(fileno, lambda _r, _w: self._on_knock(listener))
+        self._pool.poller.arm(fileno, True, False)
+
+    def _on_knock(self, listener: Listener) -> None:
+        while (channel := listener.accept()) is not None:
+            with self._lock:
+                full = len(self._strangers) >= _MAX_STRANGERS or self._closed
+            if full:
+                _log.warning(
+                    "refused a connection from %s: %d handshakes are under way",
+                    channel.peer_description,
+                    _MAX_STRANGERS,
+                )
+                channel.close()
+                continue
+            if self._secret is None and not channel.peer_is_same_user:
+                _log.warning(
+                    "refused a connection from %s: it is not of the same user, and there "
+                    "is no cluster secret",
+                    channel.peer_description,
+                )
+                channel.close()
+                continue
+            self._welcome(channel)
+        with self._lock:
+            if not self._closed:
+                self._pool.poller.arm(listener.fileno(), True, False)
+
+    def _welcome(self, channel: Channel) -> None:
+        handshake = AcceptorHandshake(
+            self._identify(),
+            admit=self._admit,
+            secret=self._secret,
+            peer_is_same_user=channel.peer_is_same_user,
+        )
+        deadline = time.monotonic() + self._options.connect_timeout
+        stranger = _Stranger(channel, handshake, deadline)
+        fileno = channel.fileno()
+        with self._lock:
+            self._strangers[fileno] = stranger
+        self._pool.watch(fileno, lambda _r, _w: self._on_data(fileno, stranger))
+        self._pool.poller.arm(fileno, True, False)
+
+    def _on_data(self, fileno: int, stranger: _Stranger) -> None:
+        channel, handshake = stranger.channel, stranger.handshake
+        try:
+            while not handshake.done:
+                data = channel.read(_READ_BYTES)
+                if data is None:
+                    self._pool.poller.arm(fileno, True, False)
+                    return
+                if not data:
+                    raise ConnectError("it closed the connection during the handshake")
+                answer = _feed(channel, handshake, data)
+                if answer:
+                    channel.write(answer)
+        except GradwireError as error:
+            if self._forget(fileno):
+                glare = isinstance(error, HandshakeRefused) and (
+                    error.code == _handshake.GLARE
+                )
+                _log.log(
+                    logging.DEBUG if glare else logging.WARNING,
+                    "refused a connection from %s: %s",
+                    channel.peer_description,
+                    error,
+                )
+                channel.close()
+            return
+        if not self._forget(fileno):
+            return  # closed meanwhile
+        if handshake.peer is None:
+            raise AssertionError("a finished handshake knows the peer")
+        connection = channel.upgrade(limits_of(self._options), handshake.leftover)
+        self._on_connection(connection, handshake.peer)
+
+    def _forget(self, fileno: int) -> bool:
+        with self._lock:
+            if self._strangers.pop(fileno, None) is None:
+                return False
+            self._pool.unwatch(fileno)
+            return True
+
+    def drop_silent_strangers(self, now: float) -> None:
+        """Closes handshakes that take too long."""
+        for fileno, stranger in list(self._strangers.items()):
+            if now >= stranger.deadline and self._forget(fileno):
+                _log.warning(
+                    "refused a connection from %s: no handshake within %.1f s",
+                    stranger.channel.peer_description,
+                    self._options.connect_timeout,
+                )
+                stranger.channel.close()
+
+    def close(self) -> None:
+        """Stops listening and closes what is under way."""
+        with self._lock:
+            self._closed = True
+        for listener in self._listeners:
+            self._pool.unwatch(listener.fileno())
+            listener.close()
+        for fileno, stranger in list(self._strangers.items()):
+            if self._forget(fileno):
+                stranger.channel.close()
+
+
+class _Stranger:
+    """Somebody whose handshake is under way."""
+
+    __slots__ = ("channel", "deadline", "handshake")
+
+    def __init__(
+        self, channel: Channel, handshake: AcceptorHandshake, deadline: float
+    ) -> None:
+        self.channel = channel
+        self.handshake = handshake
+        self.deadline = deadline
+
+
+def refusal_for(
+    identity: PeerIdentity,
+    *,
+    own_rank: int,
+    own_name: str,
+    known: Peer | None,
+    namesake: Peer | None,
+    is_closing: bool,
+    world_size: int,
+) -> _handshake.Refusal | None:
+    """Whether a worker that has proven itself may come in; pure.
+
+    Args:
+        identity: Who it says it is.
+        own_rank: Our rank.
+        own_name: Our name.
+        known: The peer that has this rank at present.
+        namesake: The peer that has this name at present.
+        is_closing: Whether we are shutting down.
+        world_size: Size of the group.
+    """
+    refuse = _handshake.Refusal
+    if is_closing:
+        return refuse(_handshake.CLOSING, f"worker {own_name!r} is shutting down")
+    if identity.rank >= world_size:
+        return refuse(
+            _handshake.IDENTITY,
+            f"rank {identity.rank} is outside of the group of {world_size} workers",
+        )
+    if identity.rank == own_rank or identity.name == own_name:
+        return refuse(
+            _handshake.TAKEN,
+            f"name {own_name!r} and rank {own_rank} belong to the worker that you called",
+        )
+    for other in (known, namesake):
+        if other is None or not other.is_usable:
+            continue
+        same = other.info == (identity.name, identity.rank)
+        if not same or (other.incarnation != identity.incarnation and other.link):
+            return refuse(
+                _handshake.TAKEN,
+                f"name {identity.name!r} or rank {identity.rank} is taken by worker "
+                f"{other.info.name!r} of rank {other.info.id}, which is still connected",
+            )
+    if known is not None and known.incarnation == identity.incarnation:
+        if not known.is_usable:
+            return refuse(
+                _handshake.IDENTITY,
+                f"worker {identity.name!r} was declared lost ({known.fate}); start it anew",
+            )
+        if known.link is not None or (known.is_dialing and own_rank < identity.rank):
+            # Both dial at once: the connection that the lower rank opens is kept.
+            return refuse(
+                _handshake.GLARE, "a connection to this worker exists already"
+            )
+    return None

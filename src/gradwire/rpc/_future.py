@@ -1,0 +1,254 @@
+"""Futures: torch's, and more: they can be awaited, and waiting ends on Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+
+from gradwire.errors import DeadlineExceeded, UsageError
+
+__all__ = ["Future", "Outcome"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+Executor = Callable[[Callable[[], None]], None]
+
+
+class Outcome:
+    """A value or an error that comes once, and those who wait for it."""
+
+    __slots__ = ("_callbacks", "_lock", "_waiters", "done", "error", "value")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        # Guards the decision who finishes, and both lists.
+        self._lock = threading.Lock()
+        self._waiters: list[threading.Lock] | None = None
+        self._callbacks: list[Callable[[], None]] | None = None
+
+    def finish(self, value: Any, error: BaseException | None) -> bool:
+        """Sets the outcome and wakes the waiters; False if there was one already."""
+        with self._lock:
+            if self.done:
+                return False
+            self.value, self.error = value, error
+            self.done = True
+            waiters, self._waiters = self._waiters, None
+        if waiters:
+            for waiter in waiters:
+                waiter.release()
+        return True
+
+    def take_callbacks(self) -> list[Callable[[], None]]:
+        """The callbacks that were added before the end, each to be run once."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, None
+        return callbacks or []
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        """Adds a callback; False if it is too late and the caller has to run it."""
+        with self._lock:
+            if self.done:
+                return False
+            if self._callbacks is None:
+                self._callbacks = []
+            self._callbacks.append(callback)
+            return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the end; False if the limit came first. Signals interrupt it."""
+        if self.done:
+            return True
+        waiter = threading.Lock()
+        waiter.acquire()
+        with self._lock:
+            if self.done:
+                return True
+            if self._waiters is None:
+                self._waiters = []
+            self._waiters.append(waiter)
+        # A lock with a limit can be interrupted by signals on every platform; one
+        # without cannot on Windows.
+        while not waiter.acquire(timeout=3600.0 if timeout_s is None else timeout_s):
+            if timeout_s is not None:
+                return self.done
+        return True
+
+    def result(self) -> Any:
+        """The value, or raises the error."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+class Future(torch.futures.Future[T], Generic[T]):
+    """The result of `rpc_async`: a ``torch.futures.Future`` with fewer surprises.
+
+    It can be awaited in asyncio; `wait` ends on Ctrl-C; `then` returns this class and
+    keeps exception types; callbacks run on the agent's pool and see the context
+    variables of the code that added them.
+
+    Example:
+        >>> future = Future()
+        >>> doubled = future.then(lambda f: f.value() * 2)
+        >>> future.set_result(21)
+        >>> doubled.wait()
+        42
+    """
+
+    def __init__(
+        self,
+        *,
+        outcome: Outcome | None = None,
+        executor: Executor | None = None,
+        waiter: Callable[[float | None], bool] | None = None,
+    ) -> None:
+        super().__init__()
+        self._outcome = Outcome() if outcome is None else outcome
+        self._executor = executor
+        self._waiter = self._outcome.wait if waiter is None else waiter
+
+    def done(self) -> bool:
+        """Whether there is a value or an error."""
+        return self._outcome.done
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Blocks until there is a value and returns it, or raises the error.
+
+        Args:
+            timeout: Limit in seconds; None: that of the call itself.
+
+        Raises:
+            DeadlineExceeded: The limit came first. The call goes on.
+        """
+        if not self._outcome.done:
+            _refuse_in_event_loop()
+            if not self._waiter(timeout):
+                raise DeadlineExceeded(f"the future had no value after {timeout} s")
+        return cast(T, self._outcome.result())
+
+    def value(self) -> T:
+        """The value of a future that is done; raises its error."""
+        if not self._outcome.done:
+            raise UsageError(
+                "value() was called on a future that is not done; use wait()"
+            )
+        return cast(T, self._outcome.result())
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with a value."""
+        self._complete(result, None)
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error, which `wait` raises."""
+        if not isinstance(result, BaseException):
+            raise TypeError(
+                f"expected an exception instance, found {type(result).__name__}"
+            )
+        self._complete(None, result)
+
+    def _complete(self, value: Any, error: BaseException | None) -> None:
+        if not self._outcome.finish(value, error):
+            raise UsageError("Future can only be marked completed once")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Completes torch's half, then runs the callbacks where they may block."""
+        outcome = self._outcome
+        if outcome.error is None:
+            super().set_result(outcome.value)
+        else:
+            # Torch keeps an error as a value with a function that raises it.
+            super()._set_unwrap_func(_raise)
+            super().set_result(cast(T, outcome.error))
+        for callback in outcome.take_callbacks():
+            if self._executor is None:
+                callback()
+            else:
+                self._executor(callback)
+
+    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
+        """Calls ``callback(self)`` when the future is done; at once if it is already."""
+        if not callable(callback):
+            raise TypeError(f"expected a callable, found {type(callback).__name__}")
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            context.run(callback, self)
+
+        if not self._outcome.add_callback(run):
+            run()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """A future of what ``callback(self)`` returns or raises."""
+        if not callable(callback):
+            raise TypeError(f"expected a callable, found {type(callback).__name__}")
+        child: Future[S] = Future(executor=self._executor)
+
+        def run(parent: Future[T]) -> None:
+            try:
+                value = callback(parent)
+            except BaseException as error:
+                child.set_exception(error)
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(run)
+        return child
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if not self._outcome.done:
+            loop = asyncio.get_running_loop()
+            arrived: asyncio.Future[None] = loop.create_future()
+
+            def arrive() -> None:
+                if not arrived.done():
+                    arrived.set_result(None)
+
+            def notify() -> None:
+                try:
+                    loop.call_soon_threadsafe(arrive)
+                except RuntimeError:
+                    pass  # the loop was closed: nobody awaits any more
+
+            if self._outcome.add_callback(notify):
+                yield from arrived
+        return cast(T, self._outcome.result())
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "futures cannot be sent or copied; wait for it and send the result"
+        )
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+_forbidden_loops: set[asyncio.AbstractEventLoop] = set()
+
+
+def forbid_blocking_in(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on, blocking waits on this loop's thread raise instead of stopping it."""
+    _forbidden_loops.add(loop)
+
+
+def allow_blocking_in(loop: asyncio.AbstractEventLoop) -> None:
+    """Takes `forbid_blocking_in` back."""
+    _forbidden_loops.discard(loop)
+
+
+def _refuse_in_event_loop() -> None:
+    if _forbidden_loops and asyncio._get_running_loop() in _forbidden_loops:
+        raise UsageError(
+            "a blocking call inside an `async def` target would stop all such targets of "
+            "this worker; use `await rpc_async(...)` instead of rpc_sync() or wait()"
+        )

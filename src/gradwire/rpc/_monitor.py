@@ -1,0 +1,78 @@
+"""The agent's clock: one thread that looks after deadlines, heartbeats and leftovers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["Monitor"]
+
+_log = logging.getLogger("gradwire.rpc")
+
+_SHORTEST_TICK_S = 0.002
+
+
+class Monitor:
+    """Calls ``tick(now)`` whenever it is due.
+
+    Args:
+        name: Name of the agent, for the thread's name.
+        tick: Does what is due and returns when it wants to be called next.
+    """
+
+    def __init__(self, name: str, tick: Callable[[float], float]) -> None:
+        self._tick = tick
+        # Guards `_due` and `_closed`: callers bring the next tick forward.
+        self._changed = threading.Condition()
+        self._due = time.monotonic()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"gradwire-{name}-monitor", daemon=True
+        )
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def call_by(self, when: float) -> None:
+        """Makes sure that there is a tick at that time or before."""
+        if when < self._due:
+            with self._changed:
+                if when < self._due:
+                    self._due = when
+                    self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed:
+                    left = self._due - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                if self._closed:
+                    return
+                # Whoever wants an earlier tick from now on finds this and rings.
+                self._due = float("inf")
+            now = time.monotonic()
+            try:
+                due = self._tick(now)
+            except Exception:
+                _log.exception("the monitor failed; it goes on")
+                due = now + 1.0
+            with self._changed:
+                # At least a little pause: many deadlines close together are one tick.
+                self._due = max(min(self._due, due), now + _SHORTEST_TICK_S)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if (
+            self._thread.ident is not None
+            and self._thread is not threading.current_thread()
+        ):
+            self._thread.join()

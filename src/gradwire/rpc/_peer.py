@@ -1,0 +1,82 @@
+"""A worker as seen from another: identity, connection, calls in flight, fate."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from gradwire._ids import WorkerInfo
+from gradwire.errors import ClosedError, PeerLostError
+from gradwire.rpc._calls import CallTable
+from gradwire.rpc._link import Link
+from gradwire.rpc._records import WorkerRecord
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """One incarnation of another worker (or of this one: calls to oneself)."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        incarnation: int,
+        max_inflight_bytes: int,
+        record: WorkerRecord | None = None,
+    ) -> None:
+        self.info = info
+        self.incarnation = incarnation
+        self.record = record
+        self.calls = CallTable(max_inflight_bytes)
+        self.is_dialing = False
+        # Guards `link`, `fate` and `is_dialing`; callers that connect, threads that
+        # accept, and whoever notices the end.
+        self.changed = threading.Condition()
+        self.link: Link | None = None
+        self.fate: str | None = None
+        self._has_left = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is neither lost nor gone."""
+        return self.fate is None
+
+    def attach(self, link: Link) -> bool:
+        """Makes ``link`` the connection to this peer; False if it came too late."""
+        with self.changed:
+            if self.fate is not None or self.link is not None:
+                return False
+            self.link = link
+            self.changed.notify_all()
+            return True
+
+    def end(self, reason: str, *, left: bool = False) -> bool:
+        """Notes why this peer is over; False if that was known already."""
+        with self.changed:
+            if self.fate is not None:
+                return False
+            self.fate = reason
+            self._has_left = left
+            self.changed.notify_all()
+            return True
+
+    def wait_for_link(self, deadline: float) -> Link | None:
+        """Waits until a connection is there that the peer opens itself."""
+        with self.changed:
+            while self.link is None and self.fate is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self.changed.wait(left):
+                    return None
+        return self.link
+
+    def error(self) -> PeerLostError | ClosedError:
+        """Why nothing can be asked of this peer any more."""
+        name = self.info.name
+        if self._has_left:
+            return PeerLostError(
+                f"worker {name!r} (rank {self.info.id}) has left the group: {self.fate}",
+                worker=name,
+            )
+        return PeerLostError(
+            f"worker {name!r} (rank {self.info.id}) is lost: {self.fate}", worker=name
+        )

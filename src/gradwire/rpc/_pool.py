@@ -1,0 +1,197 @@
+"""The agent's threads: they wait for descriptors, and run what must run.
+
+Leader and followers: all idle threads wait in the poller; the kernel gives an event to
+one of them, and that thread does the work itself. There is no hand-off, and whoever is
+about to run foreign code (a handler, a callback) first makes sure that somebody else
+is left to wait. So the pool grows while handlers block, and nothing that they do keeps
+a reply or a heartbeat from being read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from gradwire.rpc._poller import make_poller
+
+__all__ = ["WorkerPool"]
+
+_log = logging.getLogger("gradwire.rpc")
+
+_IDLE_S = 10.0
+
+
+class WorkerPool:
+    """Threads that serve descriptors and a queue of work.
+
+    Args:
+        name: Prefix of the threads' names.
+        keep_idle: How many idle threads stay; more of them end after some seconds.
+    """
+
+    def __init__(self, name: str, keep_idle: int) -> None:
+        self._name = name
+        self._keep_idle = keep_idle
+        self.poller = make_poller()
+        self._callbacks: dict[int, Callable[[bool, bool], None]] = {}
+        self._queue: deque[Callable[[], None]] = deque()
+        # Guards `_threads`, `_idle`, `_count` and `_closed`; touched by all threads of
+        # the pool and by those that submit.
+        self._lock = threading.Lock()
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._count = 0
+        self._closed = False
+        self._local = threading.local()
+
+    # --------------------------------------------------------------- descriptors
+
+    def watch(self, fileno: int, callback: Callable[[bool, bool], None]) -> None:
+        """Calls ``callback(readable, writable)`` on a pool thread for each event.
+
+        The descriptor starts unarmed; see `Poller.arm`. A callback that raises is
+        logged, and nothing else happens.
+        """
+        self._callbacks[fileno] = callback
+        self.poller.add(fileno)
+
+    def unwatch(self, fileno: int) -> None:
+        """Forgets the descriptor; call it before closing it."""
+        if self._callbacks.pop(fileno, None) is not None:
+            self.poller.remove(fileno)
+
+    # ----------------------------------------------------------------------- work
+
+    @property
+    def is_pool_thread(self) -> bool:
+        """Whether the current thread is one of this pool."""
+        return getattr(self._local, "is_pool_thread", False)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something waits in the queue."""
+        return bool(self._queue)
+
+    def start(self) -> None:
+        """Starts the first threads."""
+        with self._lock:
+            self._spawn()
+            self._spawn()
+
+    def submit(self, *work: Callable[[], None]) -> None:
+        """Runs each piece of work on some thread of the pool."""
+        self._queue.extend(work)
+        self._call_for_help()
+
+    def ensure_follower(self) -> None:
+        """Makes sure that another thread waits; to be called before foreign code."""
+        if self._idle == 0:
+            with self._lock:
+                if self._idle == 0 and not self._closed:
+                    self._spawn()
+
+    def _call_for_help(self) -> None:
+        with self._lock:
+            if self._idle == 0 and not self._closed:
+                self._spawn()
+                return
+        self.poller.wake()
+
+    def _spawn(self) -> None:
+        # Counted as idle at once, so that two callers do not both spawn.
+        self._idle += 1
+        self._count += 1
+        thread = threading.Thread(
+            target=self._run, name=f"gradwire-{self._name}-{self._count}", daemon=True
+        )
+        self._threads.add(thread)
+        thread.start()
+
+    def _run(self) -> None:
+        self._local.is_pool_thread = True
+        try:
+            while not self._closed:
+                event = None
+                if not self._queue:
+                    event = self.poller.wait(_IDLE_S)
+                with self._lock:
+                    self._idle -= 1
+                try:
+                    if event is not None:
+                        self._handle(event.fileno, event.readable, event.writable)
+                    worked = self._drain()
+                finally:
+                    with self._lock:
+                        self._idle += 1
+                if event is None and not worked and self._may_leave():
+                    return
+        finally:
+            with self._lock:
+                self._idle -= 1
+                self._threads.discard(threading.current_thread())
+
+    def _may_leave(self) -> bool:
+        with self._lock:
+            return self._idle > self._keep_idle or self._closed
+
+    def _handle(self, fileno: int, readable: bool, writable: bool) -> None:
+        callback = self._callbacks.get(fileno)
+        if callback is not None:
+            self._guard(lambda: callback(readable, writable))
+
+    def _drain(self) -> bool:
+        """Runs what is in the queue, with help if there is more than one piece."""
+        worked = False
+        while self._queue:
+            try:
+                work = self._queue.popleft()
+            except IndexError:  # another thread was faster
+                break
+            worked = True
+            if self._queue:
+                self._call_for_help()
+            else:
+                self.ensure_follower()
+            self._guard(work)
+            del work  # it may hold tensors that the peer waits to get back
+        return worked
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            _log.exception("%s: an internal task failed", self._name)
+
+    # ------------------------------------------------------------------------ end
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads the pool has."""
+        return len(self._threads)
+
+    @property
+    def num_idle(self) -> int:
+        """How many of them wait."""
+        return self._idle
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Ends all threads.
+
+        Returns:
+            The names of those that were still busy after ``timeout_s``.
+        """
+        with self._lock:
+            self._closed = True
+            threads = [t for t in self._threads if t is not threading.current_thread()]
+        limit = time.monotonic() + timeout_s
+        for thread in threads:
+            while thread.is_alive() and time.monotonic() < limit:
+                self.poller.wake()
+                thread.join(0.01)
+        stuck = [t.name for t in threads if t.is_alive()]
+        if not stuck:
+            self.poller.close()
+        return stuck

@@ -1,0 +1,313 @@
+"""Running the requests of other workers: decode, run, answer.
+
+Whatever goes wrong here becomes an answer; the agent itself goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire.errors import (
+    CallTimeout,
+    DecodeError,
+    EncodeError,
+    GradwireError,
+    TransportError,
+    UsageError,
+)
+from gradwire.rpc import _future
+from gradwire.rpc._context import serving_agent
+from gradwire.rpc._link import Link
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._remote_exceptions import describe
+from gradwire.rpc.functions import ASYNC_ATTRIBUTE
+from gradwire.transport import Frame
+from gradwire.wire import (
+    Call,
+    Failure,
+    Outgoing,
+    Reply,
+    decode_value,
+    encode,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from gradwire.rpc._agent import Agent
+
+__all__ = ["Server"]
+
+_log = logging.getLogger("gradwire.rpc")
+
+POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
+"""What the value of a call is; see `gradwire.wire.Call`."""
+
+
+class Server:
+    """Serves calls for one agent."""
+
+    def __init__(self, agent: Agent, interceptors: tuple[Any, ...]) -> None:
+        self._agent = agent
+        self._interceptors = interceptors
+        self._loop = _EventLoop(agent.info.name)
+        # Guards the two counts; every thread that serves.
+        self._lock = threading.Lock()
+        self.num_active = 0
+        self.num_served = 0
+
+    def serve(
+        self, link: Link, peer: Peer, call: Call, holder: list[Frame], *, counts: bool
+    ) -> None:
+        """Runs a call and answers it, on a thread of the pool.
+
+        Args:
+            link: Where the call came from and the answer goes.
+            peer: Who calls.
+            call: The call.
+            holder: Holds the call's frame, which is taken out of it, so that nobody else
+                keeps its memory.
+            counts: Whether a graceful shutdown waits for it.
+        """
+        if counts:
+            with self._lock:
+                self.num_active += 1
+        request = _Request(self, link, peer, call.id, counts)
+        deadline = call.deadline - link.clock_offset if call.deadline else 0.0
+        if deadline and time.monotonic() >= deadline:
+            request.fail(
+                CallTimeout(
+                    f"the deadline of a call to {call.target or 'a function'} had passed "
+                    f"when worker {self._agent.info.name!r} came to it; it was not run",
+                    worker=self._agent.info.name,
+                )
+            )
+            return
+        try:
+            function, args, kwargs = self._unpack(peer, call, holder.pop())
+        except Exception as error:
+            request.fail(error)
+            return
+        context = contextvars.copy_context()
+        try:
+            result = context.run(self._run, peer, call, function, args, kwargs)
+        except BaseException as error:
+            del args, kwargs
+            request.fail(error)
+            return
+        # The arguments die before the answer goes: memory that the caller lent is then
+        # returned in the same write.
+        del args, kwargs
+        if not torch.is_grad_enabled():
+            torch.set_grad_enabled(True)  # a handler switched it off and went away
+        if inspect.iscoroutine(result):
+            self._loop.run(result, context, request)
+        elif getattr(function, ASYNC_ATTRIBUTE, None) is not None:
+            request.succeed_later(result, function)
+        else:
+            request.succeed(result)
+
+    def _unpack(
+        self, peer: Peer, call: Call, frame: Frame
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        value, tensors = decode_value(call, frame.head, frame.buffers)
+        for interceptor in self._interceptors:
+            header = (call.headers or {}).get(interceptor.name)
+            interceptor.incoming(peer.info, False, header, tensors)
+        if call.style == POSITIONAL:
+            if type(value) is not tuple or call.target is None:
+                raise DecodeError("a call without function or arguments arrived")
+            return resolve(call.target), value, {}
+        if call.style == WITH_KEYWORDS and call.target is not None:
+            args, kwargs = value
+            return resolve(call.target), args, kwargs
+        function, args, kwargs = value
+        return function, args, kwargs
+
+    def _run(
+        self,
+        peer: Peer,
+        call: Call,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        serving_agent.set(self._agent)
+        if not self._interceptors:
+            return function(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for interceptor in self._interceptors:
+                header = (call.headers or {}).get(interceptor.name)
+                stack.enter_context(interceptor.around_handler(peer.info, header))
+            return function(*args, **kwargs)
+
+    def finished(self) -> None:
+        """A request was answered."""
+        with self._lock:
+            self.num_active -= 1
+            self.num_served += 1
+        self._agent.note_idle()
+
+    def close(self, timeout_s: float) -> None:
+        """Ends the event loop of coroutine targets, if one was needed."""
+        self._loop.close(timeout_s)
+
+
+class _Request:
+    """The answer to one call, which is sent exactly once."""
+
+    __slots__ = ("_counts", "_id", "_link", "_peer", "_server")
+
+    def __init__(
+        self, server: Server, link: Link, peer: Peer, call_id: int, counts: bool
+    ) -> None:
+        self._counts = counts
+        self._server = server
+        self._link = link
+        self._peer = peer
+        self._id = call_id
+
+    def succeed(self, value: Any) -> None:
+        agent = self._server._agent
+        try:
+            outgoing = agent.encode(Reply(self._id), value, self._peer, is_reply=True)
+        except Exception as error:
+            self.fail(error)
+            return
+        del value
+        self._send(outgoing)
+
+    def fail(self, error: BaseException) -> None:
+        worker = self._server._agent.info.name
+        try:
+            outgoing = encode(Failure(self._id), describe(error, worker))
+        except Exception as problem:
+            text = f"an error of type {type(error).__name__} that cannot be described"
+            note = EncodeError(f"{text}: {problem}", worker=worker)
+            outgoing = encode(Failure(self._id), describe(note, worker))
+        finally:
+            # A traceback holds the handler's frame, and that its tensors.
+            error.__traceback__ = None
+        self._send(outgoing)
+
+    def succeed_later(self, future: Any, function: Callable[..., Any]) -> None:
+        """Answers when a future completes. No thread is held until then."""
+        if not isinstance(future, torch._C.Future):
+            self.fail(
+                UsageError(
+                    "Functions decorated with @rpc.functions.async_execution must return "
+                    f"a torch.futures.Future object, but {function.__module__}."
+                    f"{function.__qualname__} returned {type(future).__module__}."
+                    f"{type(future).__qualname__}"
+                )
+            )
+            return
+        future.add_done_callback(self._on_future)
+
+    def _on_future(self, future: Any) -> None:
+        try:
+            value = future.wait()  # it is done: this only unwraps or raises
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self.succeed(value)
+
+    def _send(self, outgoing: Outgoing) -> None:
+        try:
+            ticket = self._link.send(outgoing.head, outgoing.buffers)
+            if ticket is not None:
+                # The user's tensor may change as soon as the handler is over.
+                self._server._agent.pool.ensure_follower()
+                if not ticket.wait(self._server._agent.options.lost_after):
+                    ticket.detach()
+        except TransportError:
+            _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
+        except GradwireError as error:  # over a limit
+            refusal = encode(
+                Failure(self._id), describe(error, self._server._agent.info.name)
+            )
+            with contextlib.suppress(TransportError):
+                self._link.send(refusal.head, [])
+        finally:
+            if self._counts:
+                self._server.finished()
+
+
+class _EventLoop:
+    """A thread with an event loop for ``async def`` targets, started when needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        # Guards the start and the end of the loop.
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def run(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        context: contextvars.Context,
+        request: _Request,
+    ) -> None:
+        """Runs a coroutine in the handler's context and answers with its result."""
+        loop = self._start()
+
+        def begin() -> None:
+            task = context.run(loop.create_task, coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(end)
+
+        def end(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():
+                answer = lambda: request.fail(UsageError("the coroutine was cancelled"))  # noqa: E731
+            elif (error := task.exception()) is not None:
+                answer = lambda: request.fail(error)  # noqa: E731
+            else:
+                answer = lambda: request.succeed(task.result())  # noqa: E731
+            # Encoding may take long or run user code: not on the loop's thread.
+            request._server._agent.pool.submit(answer)
+
+        loop.call_soon_threadsafe(begin)
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                _future.forbid_blocking_in(self._loop)
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever,
+                    name=f"gradwire-{self._name}-asyncio",
+                    daemon=True,
+                )
+                self._thread.start()
+            return self._loop
+
+    def close(self, timeout_s: float) -> None:
+        """Cancels what still runs and ends the thread."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+
+        def stop() -> None:
+            for task in list(self._tasks):
+                task.cancel()
+            loop.call_soon(loop.call_soon, loop.stop)
+
+        loop.call_soon_threadsafe(stop)
+        thread.join(timeout_s)
+        _future.allow_blocking_in(loop)
+        if not thread.is_alive():
+            loop.close()

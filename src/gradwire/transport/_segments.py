@@ -1,0 +1,254 @@
+"""Pooled shared memory between two workers on one host.
+
+The sending side owns segments: anonymous files (``memfd``) that it maps, fills, and
+lends to the receiver. The descriptor travels once, when the segment is new; both sides
+then keep only their mappings, so segments cost no descriptors, and the kernel frees
+everything when both processes are gone, however they went.
+
+A segment is lent from the moment a frame names it until the receiver's tensor on it
+has died. The receiver then returns its number, and the sender may fill it again: the
+pages stay warm on both sides, which is where the speed comes from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from collections import OrderedDict, deque
+
+import torch
+
+from gradwire.errors import RemoteProtocolError
+
+if sys.platform == "linux":  # the module must import everywhere, and serve here
+    import fcntl
+
+__all__ = ["BorrowedSegments", "LentSegments", "Mapping", "is_supported"]
+
+_PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
+_IDLE_S = 30.0
+
+
+def is_supported() -> bool:
+    """Whether this platform has anonymous files that can be passed and sealed."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def _load_libc() -> ctypes.CDLL | None:
+    if not is_supported():
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    libc.munmap.restype = ctypes.c_int
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+_libc = _load_libc()
+
+
+class Mapping:
+    """A mapped file; unmapped when the last reference goes.
+
+    Python's own ``mmap`` keeps a copy of the descriptor open; thousands of segments
+    would then run into the limit of open files.
+    """
+
+    __slots__ = ("address", "size")
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        if _libc is None:
+            raise OSError("shared memory is not supported on this platform")
+        address = _libc.mmap(0, size, _PROTECTION, mmap.MAP_SHARED, descriptor, 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.address: int = address
+        self.size = size
+
+    def __del__(self, _libc: ctypes.CDLL | None = _libc) -> None:
+        if _libc is not None and hasattr(self, "address"):
+            _libc.munmap(self.address, self.size)
+
+
+class LentSegments:
+    """The sender's side: segments by number, and which of them are free.
+
+    Not thread-safe: the connection calls it under its own lock.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self._all: dict[int, Mapping] = {}
+        # Oldest first, with the time of return: what was unused longest goes first.
+        self._free: OrderedDict[int, float] = OrderedDict()
+        self._free_bytes = 0
+        self._next = 1
+
+    def take(self, nbytes: int) -> tuple[int, Mapping, int | None] | None:
+        """A segment of at least ``nbytes``.
+
+        Returns:
+            Number, mapping, and the descriptor to pass if the segment is new; None if
+            the system has no memory or descriptors for one.
+        """
+        best = 0
+        best_size = 2 * nbytes + 1  # more than twice too large would waste it
+        for number in self._free:
+            size = self._all[number].size
+            if nbytes <= size < best_size:
+                best, best_size = number, size
+        if best:
+            del self._free[best]
+            self._free_bytes -= best_size
+            return best, self._all[best], None
+        return self._create(_round_up(nbytes))
+
+    def _create(self, size: int) -> tuple[int, Mapping, int | None] | None:
+        try:
+            descriptor = os.memfd_create(
+                "gradwire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            )
+        except OSError:
+            return None
+        try:
+            os.ftruncate(descriptor, size)
+            # The receiver must be able to rely on the size: a file that shrinks under
+            # a mapping kills the process that touches it.
+            fcntl.fcntl(
+                descriptor,
+                fcntl.F_ADD_SEALS,
+                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+            )
+            mapping = Mapping(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            return None
+        number = self._next
+        self._next += 1
+        self._all[number] = mapping
+        return number, mapping, descriptor
+
+    def give_back(self, number: int, now: float) -> None:
+        """The receiver no longer uses the segment."""
+        mapping = self._all.get(number)
+        if mapping is None or number in self._free:
+            raise RemoteProtocolError(
+                f"the peer returned shared-memory segment {number}, which it does not hold"
+            )
+        self._free[number] = now
+        self._free_bytes += mapping.size
+
+    def trim(self, now: float) -> list[int]:
+        """Forgets free segments over the limit or unused for long; returns their numbers."""
+        dropped = []
+        while self._free:
+            number, since = next(iter(self._free.items()))
+            if self._free_bytes <= self._keep_bytes and now - since < _IDLE_S:
+                break
+            del self._free[number]
+            self._free_bytes -= self._all.pop(number).size
+            dropped.append(number)
+        return dropped
+
+    def counters(self) -> dict[str, int]:
+        """How many segments there are, how many are free, and their bytes."""
+        return {
+            "segments": len(self._all),
+            "segments_free": len(self._free),
+            "segment_bytes": sum(m.size for m in list(self._all.values())),
+        }
+
+
+def _round_up(nbytes: int) -> int:
+    # Steps of an eighth of the power of two: a segment can serve again for sizes that
+    # differ a little, and pages that are never touched cost nothing.
+    step = max(1 << 16, 1 << max(0, nbytes.bit_length() - 4))
+    return (nbytes + step - 1) // step * step
+
+
+# Loans outlive their connection while a tensor on them lives. The weak references that
+# notice the end of a loan are kept alive here, by identity: arrays have no hash.
+_loans: dict[int, weakref.ref[ctypes.Array[ctypes.c_ubyte]]] = {}
+
+
+class BorrowedSegments:
+    """The receiver's side: mapped segments of the peer, and tensors that live on them."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, Mapping] = {}
+        self._lent_out: set[int] = set()
+        # Filled by weak-reference callbacks, which may run anywhere, even inside a
+        # thread that holds our locks: they only append.
+        self.returned: deque[int] = deque()
+
+    def offer(self, number: int, size: int, descriptor: int) -> None:
+        """Maps a new segment. Closes the descriptor in any case."""
+        try:
+            if number in self._mapped:
+                raise RemoteProtocolError(f"the peer offered segment {number} twice")
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            found = os.fstat(descriptor).st_size
+            if not seals & fcntl.F_SEAL_SHRINK or size <= 0 or found < size:
+                raise RemoteProtocolError(
+                    f"the peer offered segment {number} of {size} bytes, but its file has "
+                    f"{found} bytes and seals {seals:#x}"
+                )
+            self._mapped[number] = Mapping(descriptor, size)
+        except OSError as error:
+            raise RemoteProtocolError(
+                f"segment {number} of {size} bytes cannot be mapped: {error}"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def borrow(self, number: int, nbytes: int) -> torch.UntypedStorage:
+        """A storage on the segment's memory; its death returns the segment."""
+        mapping = self._mapped.get(number)
+        if mapping is None or not 0 < nbytes <= mapping.size:
+            raise RemoteProtocolError(
+                f"the peer used {nbytes} bytes of segment {number}, which "
+                + ("it never offered" if mapping is None else f"has {mapping.size}")
+            )
+        if number in self._lent_out:
+            raise RemoteProtocolError(
+                f"the peer used segment {number} while it is lent"
+            )
+        self._lent_out.add(number)
+        array = (ctypes.c_ubyte * nbytes).from_address(mapping.address)
+        returned, lent_out = self.returned, self._lent_out
+
+        def on_death(
+            loan: weakref.ref[ctypes.Array[ctypes.c_ubyte]],
+            keep_mapped: Mapping = mapping,
+        ) -> None:
+            _loans.pop(id(loan), None)
+            lent_out.discard(number)
+            returned.append(number)
+
+        loan = weakref.ref(array, on_death)
+        _loans[id(loan)] = loan
+        return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+
+    def forget(self, number: int) -> None:
+        """The peer dropped a segment that it had back."""
+        if self._mapped.pop(number, None) is None or number in self._lent_out:
+            raise RemoteProtocolError(f"the peer dropped segment {number} out of turn")
+
+    def counters(self) -> dict[str, int]:
+        """How many segments of the peer are mapped, and how many are in use."""
+        return {
+            "segments_mapped": len(self._mapped),
+            "segments_borrowed": len(self._lent_out),
+        }

@@ -1,0 +1,148 @@
+"""What the socket transports share: channels, listeners, and waiting for a connect."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+
+from gradwire.errors import ConnectError
+from gradwire.transport._stream import StreamConnection
+from gradwire.transport.base import Channel, Connection, Limits, Listener
+
+__all__ = ["SocketChannel", "SocketListener", "connect_socket"]
+
+
+class SocketChannel(Channel):
+    """The handshake's byte stream on a connected socket."""
+
+    def __init__(
+        self, scheme: str, sock: socket.socket, *, description: str, shares_memory: bool
+    ) -> None:
+        sock.setblocking(False)
+        self._scheme = scheme
+        self._sock = sock
+        self._description = description
+        self._shares_memory = shares_memory
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def read(self, limit: int) -> bytes | None:
+        try:
+            return self._sock.recv(limit)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return b""
+
+    def write(self, data: bytes) -> None:
+        # A fresh socket takes the few hundred bytes of a record at once; one that does
+        # not belongs to a peer that does not read, and is not worth waiting for.
+        try:
+            sent = self._sock.send(data)
+        except OSError as error:
+            raise ConnectError(f"writing the handshake failed: {error}") from error
+        if sent != len(data):
+            raise ConnectError("the peer does not read the handshake")
+
+    @property
+    def peer_is_same_user(self) -> bool:
+        return _peer_user(self._sock) == _own_user()
+
+    @property
+    def peer_description(self) -> str:
+        return self._description
+
+    def upgrade(self, limits: Limits, leftover: bytes) -> Connection:
+        return StreamConnection(
+            self._scheme,
+            self._sock,
+            limits,
+            leftover,
+            shares_memory=self._shares_memory,
+        )
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class SocketListener(Listener):
+    """A listening socket."""
+
+    def __init__(
+        self, scheme: str, sock: socket.socket, address: str, *, shares_memory: bool
+    ) -> None:
+        sock.setblocking(False)
+        self.address = address
+        self._scheme = scheme
+        self._sock = sock
+        self._shares_memory = shares_memory
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def accept(self) -> Channel | None:
+        try:
+            sock, address = self._sock.accept()
+        except OSError:  # nobody there, gone again, or no descriptors left
+            return None
+        return wrap_socket(self._scheme, sock, address, self._shares_memory)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def wrap_socket(
+    scheme: str, sock: socket.socket, address: object, shares_memory: bool
+) -> SocketChannel:
+    """A channel on a connected socket, with the options that the transport wants."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        description = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+    else:
+        description = f"process {_peer_process(sock)}"
+    return SocketChannel(
+        scheme, sock, description=description, shares_memory=shares_memory
+    )
+
+
+def connect_socket(sock: socket.socket, address: object, timeout_s: float) -> None:
+    """Connects a socket within a limit; closes it and raises if that fails."""
+    try:
+        sock.settimeout(max(timeout_s, 0.001))
+        sock.connect(address)  # type: ignore[arg-type]
+    except OSError as error:
+        sock.close()
+        raise ConnectError(str(error)) from error
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _own_user() -> int | None:
+    return os.geteuid() if hasattr(os, "geteuid") else None
+
+
+def _peer_credentials(sock: socket.socket) -> tuple[int, int, int] | None:
+    """Process, user and group at the other end of a Unix socket, if the kernel tells."""
+    if sys.platform != "linux" or sock.family != socket.AF_UNIX:
+        return None
+    size = struct.calcsize("3i")
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    pid, uid, gid = struct.unpack("3i", data)
+    return pid, uid, gid
+
+
+def _peer_user(sock: socket.socket) -> int | None:
+    credentials = _peer_credentials(sock)
+    return credentials[1] if credentials else None
+
+
+def _peer_process(sock: socket.socket) -> int | None:
+    credentials = _peer_credentials(sock)
+    return credentials[0] if credentials else None

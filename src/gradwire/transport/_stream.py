@@ -1,0 +1,612 @@
+"""Frames over a stream socket: Unix, TCP and in-process pairs share this code.
+
+Frame on the wire, big endian:
+
+    u32 head bytes | u16 number of buffers | u8 kind | u8 mark
+    per buffer:  u64 segment (0 = in the stream) | u64 bytes
+    head
+    buffers that are in the stream, one after the other
+
+Kinds other than DATA are between the two connections only: they offer, return and drop
+shared-memory segments.
+
+A signal handler may raise at almost any point of the main thread, and a program may
+catch that and go on. Bytes that the kernel took or gave must be counted all the same,
+or the stream is lost. Note [counted calls]: Python looks for signals when a call
+returns, so that in ``n = sock.send(data)`` the count can vanish; in ``(n,) =
+map(sock.send, (data,))`` the system call happens while the result is unpacked, and the
+count is stored before the next look. No call may follow until it is accounted for.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+import torch
+
+from gradwire.errors import ClosedError, LocalProtocolError, RemoteProtocolError
+from gradwire.transport import _memory, _segments
+from gradwire.transport.base import Connection, Frame, Limits, RawBuffer, Ticket
+
+__all__ = ["StreamConnection"]
+
+_HEADER = struct.Struct("!IHBB")
+_DESCRIPTOR = struct.Struct("!QQ")
+_MARK = 0x67
+_DATA, _OFFER, _RETURN, _DROP = range(4)
+_MAX_BUFFERS = 0xFFFF
+
+_READ_BYTES = 256 << 10
+_FRAMES_PER_READ = 64
+_PARTS_PER_WRITE = 64
+_MAX_DESCRIPTORS = 16
+_ANCILLARY = (
+    socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
+)
+
+
+class _Bulk(Ticket):
+    """Memory of the sender that is being written, straight from where it lies."""
+
+    __slots__ = ("_lock", "_owner", "_written", "view")
+
+    def __init__(self, buffer: RawBuffer, write_lock: threading.Lock) -> None:
+        address, nbytes, owner = buffer
+        self.view = _memory.view(address, nbytes)
+        self._owner: object = owner
+        self._written = threading.Event()
+        self._lock = write_lock
+
+    def advance(self, nbytes: int) -> None:
+        self.view = self.view[nbytes:]
+
+    def finish(self) -> None:
+        self._owner = None
+        self._written.set()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        return self._written.wait(timeout_s)
+
+    def detach(self) -> None:
+        with self._lock:  # nobody advances the view meanwhile
+            if not self._written.is_set():
+                self.view = memoryview(bytes(self.view))
+                self._owner = None
+
+
+class _Tickets(Ticket):
+    """Several buffers of one frame."""
+
+    def __init__(self, tickets: list[_Bulk]) -> None:
+        self._tickets = tickets
+
+    def wait(self, timeout_s: float | None) -> bool:
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        for ticket in self._tickets:
+            left = None if limit is None else max(0.0, limit - time.monotonic())
+            if not ticket.wait(left):
+                return False
+        return True
+
+    def detach(self) -> None:
+        for ticket in self._tickets:
+            ticket.detach()
+
+
+class _Offer:
+    """A frame that carries a descriptor beside its bytes."""
+
+    __slots__ = ("descriptor", "view")
+
+    def __init__(self, data: bytes, descriptor: int) -> None:
+        self.view = memoryview(data)
+        self.descriptor: int | None = descriptor
+
+    def advance(self, nbytes: int) -> None:
+        self.view = self.view[nbytes:]
+        self.finish()  # the descriptor went with the first byte
+
+    def finish(self) -> None:
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+_Part = bytes | memoryview | _Bulk | _Offer
+
+
+class StreamConnection(Connection):
+    """Frames over one connected, non-blocking stream socket."""
+
+    def __init__(
+        self,
+        scheme: str,
+        sock: socket.socket,
+        limits: Limits,
+        leftover: bytes = b"",
+        *,
+        shares_memory: bool = False,
+    ) -> None:
+        sock.setblocking(False)
+        self.scheme = scheme
+        self.is_drained = True
+        self.end: str | None = None
+        self._sock = sock
+        self._fileno = sock.fileno()
+        self._limits = limits
+        self._closed = False
+
+        # Writing. The queue may be extended by any thread; only the holder of the lock
+        # takes from it. The lock also guards `_lent`.
+        self._queue: deque[_Part] = deque()
+        self._write_lock = threading.Lock()
+        self._written = 0  # of the queue's begin, not taken off yet
+
+        # Reading: touched by the one thread that reads at a time.
+        self._buffer = bytearray(max(_READ_BYTES, len(leftover)))
+        self._view = memoryview(self._buffer)
+        self._buffer[: len(leftover)] = leftover
+        self._start, self._stop = 0, len(leftover)
+        self._long: memoryview | None = None  # a head that is larger than the buffer
+        self._bulk: _IncomingBulk | None = None  # buffers of the frame being read
+        self._long_filled = 0
+        self._descriptors: deque[int] = deque()
+        self._inbox: list[Frame] = []
+
+        self._lent = _segments.LentSegments(limits.shared_memory_keep_bytes)
+        self._borrowed = _segments.BorrowedSegments()
+        self._shares_memory = shares_memory and _segments.is_supported()
+        self._bytes_sent = self._bytes_received = 0
+        self._frames_sent = self._frames_received = 0
+
+    def fileno(self) -> int:
+        return self._fileno
+
+    # ------------------------------------------------------------------ sending
+
+    def send(self, head: bytes, buffers: Sequence[RawBuffer] = ()) -> Ticket | None:
+        if self._closed:
+            raise ClosedError("the connection is closed")
+        if len(head) > self._limits.max_head_bytes:
+            raise LocalProtocolError(
+                f"the message has {len(head)} bytes beside its tensors, the limit is "
+                f"{self._limits.max_head_bytes} (option max_head_bytes)"
+            )
+        self._frames_sent += 1
+        if buffers:
+            return self._send_with_buffers(head, buffers)
+        data = _HEADER.pack(len(head), 0, _DATA, _MARK) + head
+        if self._borrowed.returned:
+            data = self._returns() + data
+        self._queue.append(data)
+        self.flush()
+        return None
+
+    def _send_with_buffers(
+        self, head: bytes, buffers: Sequence[RawBuffer]
+    ) -> Ticket | None:
+        total = len(head) + sum(b[1] for b in buffers)
+        if total > self._limits.max_frame_bytes or len(buffers) > _MAX_BUFFERS:
+            raise LocalProtocolError(
+                f"the message has {total} bytes in {len(buffers)} buffers, the limits are "
+                f"{self._limits.max_frame_bytes} bytes (option max_frame_bytes) and "
+                f"{_MAX_BUFFERS} buffers"
+            )
+        parts: list[_Part] = []
+        table = [_HEADER.pack(len(head), len(buffers), _DATA, _MARK)]
+        bulks: list[_Bulk] = []
+        for buffer in buffers:
+            address, nbytes, _ = buffer
+            segment = self._fill_segment(address, nbytes, parts)
+            table.append(_DESCRIPTOR.pack(segment, nbytes))
+            if not segment and nbytes:
+                bulks.append(_Bulk(buffer, self._write_lock))
+        table.append(head)
+        if self._borrowed.returned:
+            table.insert(0, self._returns())
+        parts.append(b"".join(table))
+        parts.extend(bulks)
+        # One call, so that parts of two frames never mix.
+        self._queue.extend(parts)
+        self.flush()
+        return _Tickets(bulks) if bulks else None
+
+    def _fill_segment(self, address: int, nbytes: int, parts: list[_Part]) -> int:
+        """Copies memory into a segment; 0 if it has to go through the stream."""
+        if not self._shares_memory or nbytes < self._limits.shared_memory_min_bytes:
+            return 0
+        with self._write_lock:
+            taken = self._lent.take(nbytes)
+        if taken is None:
+            return 0
+        number, mapping, descriptor = taken
+        if descriptor is not None:
+            offer = _DESCRIPTOR.pack(number, mapping.size)
+            parts.append(
+                _Offer(_HEADER.pack(len(offer), 0, _OFFER, _MARK) + offer, descriptor)
+            )
+        _memory.copy(mapping.address, address, nbytes)
+        return number
+
+    def _returns(self) -> bytes:
+        """A frame that gives segments back to the peer."""
+        numbers: list[int] = []
+        returned = self._borrowed.returned
+        with contextlib.suppress(IndexError):
+            while len(numbers) < 1024:
+                numbers.append(returned.popleft())
+        return _numbers_frame(_RETURN, numbers)
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._queue)
+
+    def flush(self) -> bool:
+        while self._queue:
+            if not self._write_lock.acquire(False):
+                return True  # its holder looks at the queue again after releasing it
+            try:
+                if self._closed:
+                    self._abandon()
+                    return True
+                drained = self._write_queue()
+            finally:
+                self._write_lock.release()
+            if not drained:
+                return False
+        return True
+
+    def _write_queue(self) -> bool:
+        """Writes from the queue until it is empty or the socket is full."""
+        queue = self._queue
+        if self._written:
+            self._forward()  # the last write was interrupted before it was accounted for
+        try:
+            while queue:
+                first = queue[0]
+                if type(first) is bytes and len(queue) == 1:
+                    size = len(first)
+                    # Note [counted calls]
+                    (self._written,) = map(self._sock.send, (first,))
+                    if self._written == size:
+                        self._written = 0
+                        del queue[0]
+                        self._bytes_sent += size
+                        continue
+                else:
+                    (self._written,) = self._next_write()
+                self._forward()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            self._abandon()  # the reader finds the reason and reports the peer
+        return True
+
+    def _next_write(self) -> Iterable[int]:
+        """One system call, made when the result is iterated, for the queue's begin."""
+        first = self._queue[0]
+        if type(first) is _Offer and first.descriptor is not None:
+            fds = array.array("i", [first.descriptor])
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+            return map(self._sock.sendmsg, ([first.view],), (ancillary,))
+        batch: list[bytes | memoryview] = []
+        for part in islice(self._queue, _PARTS_PER_WRITE):
+            if type(part) is _Offer and part.descriptor is not None:
+                break
+            batch.append(part if isinstance(part, (bytes, memoryview)) else part.view)
+        if len(batch) == 1 or not hasattr(self._sock, "sendmsg"):
+            return map(self._sock.send, batch[:1])
+        return map(self._sock.sendmsg, (batch,))
+
+    def _forward(self) -> None:
+        """Takes the bytes that were written off the queue."""
+        queue = self._queue
+        count, self._written = self._written, 0
+        self._bytes_sent += count
+        while count:
+            part = queue[0]
+            if isinstance(part, (bytes, memoryview)):
+                size = len(part)
+                if count < size:
+                    queue[0] = memoryview(part)[count:]
+                    return
+                queue.popleft()
+            else:
+                size = len(part.view)
+                if count < size:
+                    part.advance(count)
+                    return
+                queue.popleft()
+                part.finish()
+            count -= size
+
+    def _abandon(self) -> None:
+        """Drops what cannot be written any more and wakes those who wait for it.
+
+        The caller holds the write lock.
+        """
+        while self._queue:
+            part = self._queue.popleft()
+            if not isinstance(part, (bytes, memoryview)):
+                part.finish()
+
+    # ---------------------------------------------------------------- receiving
+
+    def receive(self) -> list[Frame]:
+        self.is_drained = False
+        if self._start == self._stop and self._bulk is None and self._long is None:
+            self._start = self._stop = 0
+            count = self._read(self._view)
+            if count < len(self._buffer) and not self._descriptors:
+                self.is_drained = True
+        while True:
+            while self._parse():
+                pass
+            if self.is_drained or len(self._inbox) >= _FRAMES_PER_READ:
+                break
+            target = self._target()
+            num_descriptors = len(self._descriptors)
+            # The kernel ends a read behind bytes that carry descriptors, so only a
+            # short read without them shows that nothing is left.
+            if (
+                self._read(target) < len(target)
+                and len(self._descriptors) == num_descriptors
+            ):
+                self.is_drained = True
+        frames, self._inbox = self._inbox, []
+        self._frames_received += len(frames)
+        return frames
+
+    def _target(self) -> memoryview:
+        """Where the next bytes belong."""
+        if self._bulk is not None and self._start == self._stop:
+            return self._bulk.target()
+        if self._long is not None:
+            return self._long[self._long_filled :]
+        if self._stop == len(self._buffer):
+            # Full, with the begin of a frame at the end: move it to the front.
+            rest = self._stop - self._start
+            self._buffer[:rest] = self._buffer[self._start : self._stop]
+            self._start, self._stop = 0, rest
+        return self._view[self._stop :]
+
+    def _read(self, target: memoryview) -> int:
+        """Bytes read into the target; 0 if there are none now, or at the end."""
+        ancillary: list[tuple[int, int, bytes]] = []
+        into_bulk = self._bulk is not None and self._start == self._stop
+        into_long = self._long is not None
+        try:
+            if self._shares_memory:  # Note [counted calls]
+                ((count, ancillary, _, _),) = map(
+                    self._sock.recvmsg_into, ((target,),), (_ANCILLARY,)
+                )
+            else:
+                (count,) = map(self._sock.recv_into, (target,))
+            if into_bulk:
+                self._bulk.filled += count  # type: ignore[union-attr]
+            elif into_long:
+                self._long_filled += count
+            else:
+                self._stop += count
+        except (BlockingIOError, InterruptedError):
+            return 0
+        except OSError as error:
+            self.end = self.end or f"reading failed: {error.strerror or error}"
+            return 0
+        self._bytes_received += count
+        if ancillary:
+            self._keep_descriptors(ancillary)
+        if count == 0:
+            self.end = self.end or "it closed the connection"
+        return count
+
+    def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self._descriptors.extend(fds)
+        if len(self._descriptors) > 4 * _MAX_DESCRIPTORS:
+            raise RemoteProtocolError(
+                "the peer sent descriptors that no frame announces"
+            )
+
+    def _parse(self) -> bool:
+        """Takes one step through the bytes that are there; False if more are needed."""
+        if self._bulk is not None:
+            return self._parse_bulk(self._bulk)
+        if self._long is not None:
+            if self._long_filled < len(self._long):
+                return False
+            data, self._long = self._long, None
+            self._take_frame(data, 0, len(data), 0)
+            return True
+        start, stop = self._start, self._stop
+        if stop - start < _HEADER.size:
+            if start == stop:
+                self._start = self._stop = 0
+            return False
+        head_bytes, num_buffers, kind, mark = _HEADER.unpack_from(self._buffer, start)
+        if mark != _MARK or kind > _DROP or (kind != _DATA and num_buffers):
+            raise RemoteProtocolError(
+                "the peer sent bytes that are no frame "
+                f"(header {bytes(self._view[start : start + _HEADER.size]).hex()})"
+            )
+        if head_bytes > self._limits.max_head_bytes:
+            raise RemoteProtocolError(
+                f"the peer announced a head of {head_bytes} bytes, the limit is "
+                f"{self._limits.max_head_bytes} (option max_head_bytes)"
+            )
+        size = _HEADER.size + num_buffers * _DESCRIPTOR.size + head_bytes
+        if stop - start < size:
+            if size > len(self._buffer):
+                whole = memoryview(bytearray(size))
+                have = stop - start
+                whole[:have] = self._view[start:stop]
+                self._long, self._long_filled = whole, have
+                self._start = self._stop = 0
+                return True
+            if start + size > len(self._buffer):
+                rest = stop - start
+                self._buffer[:rest] = self._buffer[start:stop]
+                self._start, self._stop = 0, rest
+            return False
+        self._take_frame(self._view, start, start + size, start + size)
+        return True
+
+    def _take_frame(
+        self, data: memoryview, start: int, stop: int, next_start: int
+    ) -> None:
+        """Takes the frame in ``data[start:stop]``, all but its streamed buffers."""
+        head_bytes, num_buffers, kind, _ = _HEADER.unpack_from(data, start)
+        head = data[stop - head_bytes : stop].tobytes()
+        if kind == _DATA and num_buffers == 0:
+            frame = Frame(head, [])
+            # Nothing between these two may check for signals: no call before the
+            # append, which happens before the check that follows it.
+            self._start = next_start
+            self._inbox.append(frame)
+            return
+        if kind != _DATA:
+            self._start = next_start
+            self._segment_frame(kind, head)
+            return
+        at = start + _HEADER.size
+        table = [
+            _DESCRIPTOR.unpack_from(data, at + i * _DESCRIPTOR.size)
+            for i in range(num_buffers)
+        ]
+        total = sum(nbytes for _, nbytes in table)
+        if total + head_bytes > self._limits.max_frame_bytes:
+            raise RemoteProtocolError(
+                f"the peer announced a frame of {total + head_bytes} bytes, the limit is "
+                f"{self._limits.max_frame_bytes} (option max_frame_bytes)"
+            )
+        self._start = next_start
+        self._bulk = _IncomingBulk(head, table, self._borrowed)
+
+    def _parse_bulk(self, bulk: _IncomingBulk) -> bool:
+        """Moves bytes from the read buffer into the streamed buffers of the frame."""
+        while (view := bulk.missing()) is not None:
+            take = min(len(view), self._stop - self._start)
+            if take == 0:
+                return False
+            view[:take] = self._view[self._start : self._start + take]
+            self._start += take
+            bulk.filled += take
+        frame = Frame(bulk.head, bulk.storages)
+        self._bulk = None
+        self._inbox.append(frame)
+        return True
+
+    def _segment_frame(self, kind: int, head: bytes) -> None:
+        if not self._shares_memory or len(head) % 8:
+            raise RemoteProtocolError("the peer sent a malformed shared-memory frame")
+        numbers = struct.unpack(f"!{len(head) // 8}Q", head)
+        if kind == _OFFER:
+            if len(numbers) != 2 or not self._descriptors:
+                raise RemoteProtocolError(
+                    "the peer offered a segment without descriptor"
+                )
+            self._borrowed.offer(numbers[0], numbers[1], self._descriptors.popleft())
+        elif kind == _RETURN:
+            now = time.monotonic()
+            with self._write_lock:
+                for number in numbers:
+                    self._lent.give_back(number, now)
+        else:
+            for number in numbers:
+                self._borrowed.forget(number)
+
+    # -------------------------------------------------------------- housekeeping
+
+    def housekeeping(self, now: float) -> None:
+        if self._closed or not self._shares_memory:
+            return
+        with self._write_lock:
+            dropped = self._lent.trim(now)
+        data = _numbers_frame(_DROP, dropped) if dropped else b""
+        if self._borrowed.returned:
+            data += self._returns()
+        if data:
+            self._queue.append(data)
+            self.flush()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # The peer should read what was sent before: close the writing side first.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        with self._write_lock:
+            self._sock.close()
+            self._abandon()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "bytes_sent": self._bytes_sent,
+            "bytes_received": self._bytes_received,
+            "frames_sent": self._frames_sent,
+            "frames_received": self._frames_received,
+            "queued_parts": len(self._queue),
+            **self._lent.counters(),
+            **self._borrowed.counters(),
+        }
+
+
+class _IncomingBulk:
+    """A frame whose buffers are still coming through the stream."""
+
+    __slots__ = ("_at", "_views", "filled", "head", "storages")
+
+    def __init__(
+        self,
+        head: bytes,
+        table: list[tuple[int, int]],
+        borrowed: _segments.BorrowedSegments,
+    ) -> None:
+        self.head = head
+        self.storages: list[torch.UntypedStorage] = []
+        self._views: list[memoryview] = []
+        self._at = 0
+        self.filled = 0  # of the view at `_at`
+        for segment, nbytes in table:
+            if segment:
+                self.storages.append(borrowed.borrow(segment, nbytes))
+                continue
+            storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            self.storages.append(storage)
+            if nbytes:
+                self._views.append(_memory.view_of_storage(storage))
+
+    def missing(self) -> memoryview | None:
+        """The part of the current view that is not filled; None if all are."""
+        while self._at < len(self._views):
+            view = self._views[self._at]
+            if self.filled < len(view):
+                return view[self.filled :]
+            self._at, self.filled = self._at + 1, 0
+        return None
+
+    def target(self) -> memoryview:
+        view = self.missing()
+        if view is None:
+            raise AssertionError("a frame that is complete asks for more bytes")
+        return view
+
+
+def _numbers_frame(kind: int, numbers: list[int]) -> bytes:
+    head = struct.pack(f"!{len(numbers)}Q", *numbers)
+    return _HEADER.pack(len(head), 0, kind, _MARK) + head

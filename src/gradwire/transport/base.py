@@ -1,0 +1,239 @@
+"""What a transport is: the interface between the agent and whatever moves the bytes.
+
+A transport moves *frames* between two endpoints and knows nothing of messages. A frame
+is a head (bytes) and any number of raw buffers (memory of tensors).
+
+The life of a connection:
+
+1. One side listens, the other connects. Both get a `Channel`: a plain byte stream that
+   carries the handshake and nothing else.
+2. When both sides trust each other, each turns its channel into a `Connection` with
+   `Channel.upgrade`; from then on there are only frames.
+
+Every endpoint has a file descriptor that becomes readable when there is something to
+do, so that one set of threads can serve all of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = [
+    "Capabilities",
+    "Channel",
+    "Connection",
+    "Frame",
+    "Limits",
+    "Listener",
+    "RawBuffer",
+    "Ticket",
+    "Transport",
+]
+
+RawBuffer = tuple[int, int, object]
+"""Memory to send: address, number of bytes, and an object that keeps it alive."""
+
+
+class Frame(NamedTuple):
+    """A frame that arrived. Its buffers are fresh, writable and nobody else's."""
+
+    head: bytes
+    buffers: list[torch.UntypedStorage]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one connection may make us hold."""
+
+    max_head_bytes: int = 1 << 30
+    max_frame_bytes: int = 1 << 36
+    shared_memory_min_bytes: int = 128 << 10
+    shared_memory_keep_bytes: int = 512 << 20
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a transport can do; callers branch on this, never on the class."""
+
+    crosses_hosts: bool
+    needs_secret: bool
+    """Whether the peer's operating-system user cannot be told, so a secret must."""
+    shared_memory: bool
+
+
+class Ticket(ABC):
+    """The sender's memory is still needed: wait before it may change."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits until the memory is no longer needed; False if the limit came first."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Copies what was not sent yet, so that the memory is free at once."""
+
+
+class Connection(ABC):
+    """Frames, both ways, after the handshake.
+
+    `send` and `flush` may be called by any thread. `receive` is called by one thread
+    at a time; the caller sees to that.
+    """
+
+    scheme: str
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+
+    @abstractmethod
+    def send(self, head: bytes, buffers: Sequence[RawBuffer] = ()) -> Ticket | None:
+        """Sends a frame or queues what the peer does not take yet; never blocks.
+
+        After it the caller must look at `has_backlog` and arrange for `flush`.
+
+        Returns:
+            None if the memory of ``buffers`` may change at once, else a ticket.
+
+        Raises:
+            LocalProtocolError: The frame is over the limits; nothing was sent.
+            ClosedError: The connection is closed.
+        """
+
+    @property
+    @abstractmethod
+    def has_backlog(self) -> bool:
+        """Whether something waits for the descriptor to become writable."""
+
+    @abstractmethod
+    def flush(self) -> bool:
+        """Writes what it can without blocking; False if something is left."""
+
+    @abstractmethod
+    def receive(self) -> list[Frame]:
+        """Reads the frames that are there, without blocking.
+
+        `is_drained` tells afterwards whether all was read, `end` why the stream ended.
+
+        Raises:
+            RemoteProtocolError: The peer sent something that is no frame.
+        """
+
+    is_drained: bool
+    """After `receive`: nothing more can be read until the descriptor is readable again."""
+    end: str | None
+    """Why nothing will ever come again, or None."""
+
+    @abstractmethod
+    def housekeeping(self, now: float) -> None:
+        """Returns borrowed memory to the peer, drops what was unused for long.
+
+        Called every now and then by one thread of the agent.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the connection and wakes whoever holds a ticket. Idempotent."""
+
+    @abstractmethod
+    def counters(self) -> dict[str, int]:
+        """Bytes and buffers, for debugging: ``bytes_sent``, ``segments``, ..."""
+
+
+class Channel(ABC):
+    """A byte stream for the handshake; non-blocking."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The descriptor to poll."""
+
+    @abstractmethod
+    def read(self, limit: int) -> bytes | None:
+        """Up to ``limit`` bytes; None if there are none yet; b"" at the end."""
+
+    @abstractmethod
+    def write(self, data: bytes) -> None:
+        """Writes the few bytes of a handshake record.
+
+        Raises:
+            ConnectError: They could not be written whole.
+        """
+
+    @property
+    @abstractmethod
+    def peer_is_same_user(self) -> bool:
+        """Whether the kernel vouches that the peer runs as the same user."""
+
+    @property
+    @abstractmethod
+    def peer_description(self) -> str:
+        """Who connects, for log lines: a process id or an address."""
+
+    @abstractmethod
+    def upgrade(self, limits: Limits, leftover: bytes) -> Connection:
+        """Turns the channel into a connection; the channel must not be used any more.
+
+        Args:
+            limits: The limits of the connection.
+            leftover: Bytes that were read but belong to the first frames.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the channel. Idempotent."""
+
+
+class Listener(ABC):
+    """Accepts channels."""
+
+    address: str
+    """What `Transport.connect` of another worker needs."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """Readable when somebody knocks."""
+
+    @abstractmethod
+    def accept(self) -> Channel | None:
+        """The next channel, or None if nobody knocks; never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops listening. Idempotent."""
+
+
+class Transport(ABC):
+    """One way to move bytes. Instances are stateless and live in the registry."""
+
+    scheme: str
+    capabilities: Capabilities
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether this platform has what the transport needs."""
+
+    @abstractmethod
+    def listen(self, host: str, port: int, label: str) -> Listener:
+        """Starts to listen.
+
+        Args:
+            host: Address to bind to; only for transports that cross hosts.
+            port: Port to bind to, 0 for any; likewise.
+            label: Name that makes local addresses unique.
+
+        Raises:
+            ConnectError: The address cannot be used.
+        """
+
+    @abstractmethod
+    def connect(self, address: str, timeout_s: float) -> Channel:
+        """Connects to a listener's address; blocks at most ``timeout_s``.
+
+        Raises:
+            ConnectError: Nobody listens there, or not in time.
+        """

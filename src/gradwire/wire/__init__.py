@@ -1,0 +1,58 @@
+"""Bytes to messages and back: no sockets, no threads, no event loop.
+
+``encode`` makes a head and raw buffers of a message and its value. ``decode_control``
+and ``decode_value`` are the way back. ``register_message`` adds kinds of messages.
+"""
+
+from __future__ import annotations
+
+from gradwire.wire._codec import (
+    NO_VALUE,
+    Outgoing,
+    answered_call,
+    decode_control,
+    decode_value,
+    encode,
+    peek_kind,
+)
+from gradwire.wire._functions import name_of, resolve
+from gradwire.wire._messages import (
+    Body,
+    Call,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Reply,
+    TensorMeta,
+    kind_of,
+    register_message,
+)
+from gradwire.wire._tensors import INLINE_BYTES, Buffer
+from gradwire.wire._torch_private import clean_thread_state, thread_state_is_clean
+
+__all__ = [
+    "INLINE_BYTES",
+    "NO_VALUE",
+    "Body",
+    "Buffer",
+    "Call",
+    "Failure",
+    "Goodbye",
+    "Heartbeat",
+    "Message",
+    "Outgoing",
+    "Reply",
+    "TensorMeta",
+    "answered_call",
+    "clean_thread_state",
+    "decode_control",
+    "decode_value",
+    "encode",
+    "kind_of",
+    "name_of",
+    "peek_kind",
+    "register_message",
+    "resolve",
+    "thread_state_is_clean",
+]

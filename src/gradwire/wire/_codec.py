@@ -1,0 +1,355 @@
+"""Messages to bytes and back.
+
+A message is a *head* and a list of *buffers*, the raw memory of its larger tensors::
+
+    head = fixed part: kind u8, flags u8 (0), reserved u16 (0),
+                       length of control u32, length of payload u32 (big-endian)
+           control:    the message as a msgpack array
+           payload:    pickle of the value, if it is not a plain one
+           inline:     the small storages, one after the other
+
+Reading has two steps, so that a receiver can look at what came in before any code of the
+user runs: ``decode_control`` never unpickles, ``decode_value`` may.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+
+from gradwire.errors import DecodeError, EncodeError, GradwireError
+from gradwire.wire._messages import (
+    FLAT_TUPLE,
+    PICKLED,
+    SINGLE,
+    Body,
+    Failure,
+    Message,
+    Reply,
+    decoder_of,
+    kind_of,
+)
+from gradwire.wire._pickle import dumps, loads
+from gradwire.wire._rebuild import rebuild_tensors
+from gradwire.wire._tensors import Buffer, TensorTable
+from gradwire.wire._torch_private import clean_thread_state, thread_state_is_clean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _OnTensors = Callable[[list[torch.Tensor]], None]
+
+__all__ = [
+    "NO_VALUE",
+    "Outgoing",
+    "answered_call",
+    "decode_control",
+    "decode_value",
+    "encode",
+    "peek_kind",
+]
+
+_FIXED: Final = struct.Struct(">BBHII")
+_FIXED_BYTES: Final = _FIXED.size
+_MAX_PART_BYTES: Final = 2**32 - 1
+_PLAIN: Final = frozenset((int, float, bool, type(None), str, bytes))
+# What msgspec raises for a value that msgpack cannot hold.
+_MSGPACK_ERRORS: Final = (OverflowError, ValueError, TypeError)
+
+_pack_fixed = _FIXED.pack
+_unpack_fixed = _FIXED.unpack_from
+_encode_control = msgspec.msgpack.Encoder().encode
+_Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
+
+
+class _NoValue(Enum):
+    NO_VALUE = "NO_VALUE"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+NO_VALUE: Final = _NoValue.NO_VALUE
+"""Stands for "this message carries no value", which is not the same as None."""
+
+
+class Outgoing:
+    """An encoded message.
+
+    Attributes:
+        head: Everything but the large storages.
+        buffers: The large storages. Their memory is read when the message is sent.
+        tensors: The tensors of the message, as they were given, in table order.
+        nbytes: Size of the head and the buffers together.
+    """
+
+    __slots__ = ("buffers", "head", "nbytes", "tensors")
+
+    def __init__(
+        self, head: bytes, buffers: list[Buffer], tensors: list[torch.Tensor]
+    ) -> None:
+        self.head = head
+        self.buffers = buffers
+        self.tensors = tensors
+        self.nbytes = len(head)
+        for buffer in buffers:
+            self.nbytes += buffer.nbytes
+
+
+def encode(
+    message: Message,
+    value: Any = NO_VALUE,
+    on_tensors: _OnTensors | None = None,
+) -> Outgoing:
+    """Encodes a message, with a value if its class can carry one.
+
+    Sets ``message.body``. Plain values, tensors, and tuples of them are not pickled.
+    What a dispatch or function mode of the calling thread does to tensors does not
+    matter.
+
+    Args:
+        message: The message.
+        value: What it carries.
+        on_tensors: Called once, with the tensors of the value, before the message itself
+            is encoded, so that it may still set fields such as headers.
+
+    Raises:
+        EncodeError: If something in the value cannot be sent.
+    """
+    kind = kind_of(type(message))
+    try:
+        if value is NO_VALUE:
+            return _join(kind, message, b"", [], [], [])
+        if thread_state_is_clean():
+            return _encode_with_value(kind, message, value, on_tensors)
+        with clean_thread_state():
+            return _encode_with_value(kind, message, value, on_tensors)
+    except _MSGPACK_ERRORS as error:
+        raise EncodeError(
+            f"a field of a message of class {type(message).__name__} cannot be sent: {error}"
+        ) from error
+
+
+def peek_kind(head: bytes) -> int:
+    """The kind of a message, from the first byte of its head."""
+    if not head:
+        raise DecodeError("the head of a message is empty")
+    return head[0]
+
+
+class _Answer(msgspec.Struct, array_like=True, gc=False):
+    """The begin of a message that answers a call."""
+
+    id: int
+
+
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
+_ANSWERS: Final = frozenset((kind_of(Reply), kind_of(Failure)))
+
+
+def answered_call(head: bytes) -> int | None:
+    """The number of the call that a message answers; None if it answers none."""
+    if len(head) < _FIXED_BYTES or head[0] not in _ANSWERS:
+        return None
+    control_bytes = _unpack_fixed(head)[3]
+    try:
+        return _decode_answer(head[_FIXED_BYTES : _FIXED_BYTES + control_bytes]).id
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def decode_control(head: bytes) -> tuple[Message, int]:
+    """Decodes all of a message but its value; returns it and its kind.
+
+    Raises:
+        RemoteProtocolError: If messages of this kind are unknown here.
+        DecodeError: If the head is malformed.
+    """
+    if len(head) < _FIXED_BYTES:
+        raise DecodeError(
+            f"the head of a message must have at least {_FIXED_BYTES} bytes, found "
+            f"{len(head)}"
+        )
+    kind, flags, reserved, control_bytes, payload_bytes = _unpack_fixed(head)
+    decode = decoder_of(kind)
+    end = _FIXED_BYTES + control_bytes
+    if flags or reserved or end + payload_bytes > len(head):
+        raise DecodeError(
+            f"the head of a message of kind {kind} is malformed: flags {flags} and reserved "
+            f"{reserved} should be 0, and {control_bytes} bytes of control and "
+            f"{payload_bytes} of payload should fit in {len(head) - _FIXED_BYTES} bytes"
+        )
+    try:
+        return decode(head[_FIXED_BYTES:end]), kind
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise DecodeError(
+            f"the control part of a message of kind {kind} is malformed: {error}"
+        ) from error
+
+
+def decode_value(
+    message: Message, head: bytes, buffers: list[torch.UntypedStorage]
+) -> tuple[Any, list[torch.Tensor]]:
+    """Rebuilds the value of a message; returns it and its tensors in table order.
+
+    Args:
+        message: What ``decode_control`` made of ``head``.
+        head: The head.
+        buffers: The storages that came with it. The tensors take them over.
+
+    Returns:
+        The value, ``NO_VALUE`` if there is none, and the tensor table.
+
+    Raises:
+        DecodeError: If the message is malformed, or the value cannot be rebuilt here.
+    """
+    if thread_state_is_clean():
+        return _decode_value(message, head, buffers)
+    with clean_thread_state():
+        return _decode_value(message, head, buffers)
+
+
+def _encode_with_value(
+    kind: int, message: Message, value: Any, on_tensors: _OnTensors | None
+) -> Outgoing:
+    table = TensorTable()
+    body = _flatten(value, table)
+    if body is not None:
+        if on_tensors is not None:
+            on_tensors(table.tensors)
+            on_tensors = None  # once per message, whatever happens below
+        try:
+            return _finish(kind, message, body, b"", table)
+        except _MSGPACK_ERRORS:
+            # Msgpack cannot hold it: an int beyond 64 bits, or a lone surrogate in a str.
+            table = TensorTable()
+    payload = dumps(value, table)
+    if on_tensors is not None:
+        on_tensors(table.tensors)
+    return _finish(kind, message, Body(PICKLED), payload, table)
+
+
+def _flatten(value: Any, table: TensorTable) -> Body | None:
+    """Describes a plain value, a tensor, or a tuple of them; None if it is neither."""
+    kind = type(value)
+    if kind is tuple:
+        form = FLAT_TUPLE
+        items = value
+    else:
+        form = SINGLE
+        items = (value,)
+    plain: list[Any] = []
+    refs = []
+    for item in items:
+        kind = type(item)
+        if kind is _Tensor or kind is _Parameter:
+            plain.append(None)
+            refs.append(table.add(item))
+        elif kind in _PLAIN:
+            plain.append(item)
+            refs.append(-1)
+        else:
+            return None
+    return Body(form, plain, refs)
+
+
+def _finish(
+    kind: int, message: Message, body: Body, payload: bytes, table: TensorTable
+) -> Outgoing:
+    inline: list[bytes] = []
+    buffers: list[Buffer] = []
+    if table.tensors:
+        body.tensors = table.metas
+        body.storages, inline, buffers = table.pack()
+    try:
+        message.body = body  # type: ignore[attr-defined]
+    except AttributeError:
+        raise EncodeError(
+            f"a message of class {type(message).__name__} cannot carry a value: the class "
+            "has no field 'body'"
+        ) from None
+    return _join(kind, message, payload, inline, buffers, table.tensors)
+
+
+def _join(
+    kind: int,
+    message: Message,
+    payload: bytes,
+    inline: list[bytes],
+    buffers: list[Buffer],
+    tensors: list[torch.Tensor],
+) -> Outgoing:
+    control = _encode_control(message)
+    if len(control) > _MAX_PART_BYTES or len(payload) > _MAX_PART_BYTES:
+        raise EncodeError(
+            f"a value without its tensors must stay below {_MAX_PART_BYTES} bytes, found "
+            f"{len(control)} and {len(payload)}; send bulk data as tensors"
+        )
+    fixed = _pack_fixed(kind, 0, 0, len(control), len(payload))
+    return Outgoing(b"".join([fixed, control, payload, *inline]), buffers, tensors)
+
+
+def _decode_value(
+    message: Message, head: bytes, buffers: list[torch.UntypedStorage]
+) -> tuple[Any, list[torch.Tensor]]:
+    _, _, _, control_bytes, payload_bytes = _unpack_fixed(head)
+    start = _FIXED_BYTES + control_bytes
+    end = start + payload_bytes
+    body: Body | None = getattr(message, "body", None)
+    if body is None:
+        if end != len(head) or payload_bytes or buffers:
+            raise DecodeError(
+                f"a message of class {type(message).__name__} without a body should have no "
+                f"payload and no buffers; found {len(head) - start} bytes and "
+                f"{len(buffers)} buffers"
+            )
+        return NO_VALUE, []
+    try:
+        tensors = rebuild_tensors(body, head, end, buffers)
+    except GradwireError:
+        raise
+    except Exception as error:
+        # Torch refuses some combinations by itself, such as an int that requires grad.
+        raise DecodeError(
+            f"the tensors of a message cannot be rebuilt ({type(error).__name__}: {error})"
+        ) from error
+    form = body.form
+    if form == PICKLED:
+        return loads(head[start:end], tensors), tensors
+    if payload_bytes:
+        raise DecodeError(f"a body of form {form} should have no payload")
+    values = _merge(body, tensors)
+    if form == FLAT_TUPLE:
+        return tuple(values), tensors
+    if form == SINGLE and len(values) == 1:
+        return values[0], tensors
+    raise DecodeError(
+        f"the form of a body must be {SINGLE} with one element, {FLAT_TUPLE} or {PICKLED}; "
+        f"found {form} with {len(values)} elements"
+    )
+
+
+def _merge(body: Body, tensors: list[torch.Tensor]) -> list[Any]:
+    """The elements of a value: plain ones, and tensors where they are referred to."""
+    # A copy, so that a message that is kept does not keep the tensors alive.
+    values = body.plain.copy()
+    if len(values) != len(body.refs):
+        raise DecodeError(
+            f"found {len(values)} values but {len(body.refs)} references to tensors"
+        )
+    num_tensors = len(tensors)
+    for position, ref in enumerate(body.refs):
+        if 0 <= ref < num_tensors:
+            values[position] = tensors[ref]
+        elif ref != -1 or type(values[position]) not in _PLAIN:
+            raise DecodeError(
+                "each element of a value should be a plain value or one of "
+                f"{num_tensors} tensors; found a {type(values[position]).__name__} and "
+                f"tensor {ref}"
+            )
+    return values

@@ -1,0 +1,235 @@
+"""Rebuilds the tensors of a message that arrived, from their metadata and memory.
+
+The metadata may come from a faulty or hostile peer. Invariants:
+
+1. No tensor is made before its shape, strides and offset are known to lie inside its
+   storage: torch would otherwise grow the storage to whatever size is asked for.
+2. Memory is only allocated for bytes that have arrived.
+3. A tensor owns its storage, except for those that shared one at the sender. None is a
+   view of something bigger, so in-place operations work under autograd.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from gradwire.errors import DecodeError
+from gradwire.wire._dtypes import DTYPES, SPARSE_LAYOUTS
+from gradwire.wire._tensors import COALESCED, INLINE_BYTES, PARAMETER, REQUIRES_GRAD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gradwire.wire._messages import Body, TensorMeta
+
+__all__ = ["rebuild_tensors"]
+
+_KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED
+_MAX_NBYTES = 2**63 - 1
+_NO_DTYPE = (None, 0)
+_NUM_PARTS_COO = 2
+_NUM_PARTS_COMPRESSED = 3
+
+_empty = torch.empty
+
+
+def _find_memmove() -> Callable[[int, bytes, int], object]:
+    # Through PyDLL the interpreter lock is kept: giving it up for a copy of a few KiB
+    # would cost more than the copy.
+    try:
+        function = ctypes.PyDLL(None).memmove
+    except (OSError, TypeError, AttributeError):
+        return ctypes.memmove
+    function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    function.restype = None
+    return function
+
+
+_memmove = _find_memmove()
+
+
+def rebuild_tensors(
+    body: Body, head: bytes, start: int, buffers: list[torch.UntypedStorage]
+) -> list[torch.Tensor]:
+    """Makes all tensors of a message, in the order of its table.
+
+    Args:
+        body: The metadata.
+        head: The head of the message, which ends with the inline storages.
+        start: Where the inline storages begin in ``head``.
+        buffers: The other storages. The tensors take them over.
+
+    Raises:
+        DecodeError: If the metadata does not agree with the memory that arrived.
+    """
+    storages = body.storages
+    metas = body.tensors
+    sources = _locate(storages, head, start, buffers)
+    tensors: list[torch.Tensor] = []
+    # If every tensor has the storage of its own number, nothing is shared.
+    one_each = len(metas) == len(storages)
+    for index, meta in enumerate(metas):
+        dtype, expected = DTYPES.get(meta.dtype, _NO_DTYPE)
+        shape = meta.shape
+        for size in shape:
+            expected *= size
+            if expected > _MAX_NBYTES:
+                break  # of no use, and a long product of big numbers takes for ever
+        if meta.layout:
+            tensor = _make_sparse(meta, tensors)
+        elif (
+            expected
+            and one_each
+            and meta.storage == index
+            and storages[index] == expected
+            and meta.strides is None
+            and not meta.offset
+        ):
+            # The common case, a contiguous tensor that fills its own storage.
+            source = sources[index]
+            if type(source) is int:
+                tensor = _empty(shape, dtype=dtype)
+                _memmove(tensor.data_ptr(), head[source : source + expected], expected)
+            else:
+                tensor = _empty(0, dtype=dtype).set_(source, 0, shape)  # type: ignore[call-overload]
+        else:
+            tensor = _make_strided(meta, storages, sources, head)
+        if meta.flags:
+            tensor = _apply_flags(tensor, meta)
+        tensors.append(tensor)
+    return tensors
+
+
+def _apply_flags(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    flags = meta.flags
+    if flags & ~_KNOWN_FLAGS:
+        _fail(meta, f"the flags {flags} are unknown")
+    if flags & PARAMETER:
+        return torch.nn.Parameter(tensor, bool(flags & REQUIRES_GRAD))
+    if flags & REQUIRES_GRAD:
+        tensor.requires_grad = True
+    return tensor
+
+
+_Source = torch.UntypedStorage | int
+"""Where a storage is: itself, or its position in the head."""
+
+
+def _locate(
+    storages: list[int], head: bytes, start: int, buffers: list[torch.UntypedStorage]
+) -> list[_Source]:
+    sources: list[_Source] = []
+    position = start
+    taken = 0
+    for nbytes in storages:
+        if nbytes <= INLINE_BYTES:
+            sources.append(position)
+            position += nbytes
+        else:
+            if taken == len(buffers) or buffers[taken].nbytes() != nbytes:
+                raise DecodeError(
+                    f"buffer {taken} of a message should have {nbytes} bytes; found "
+                    f"buffers of {[b.nbytes() for b in buffers]} bytes"
+                )
+            sources.append(buffers[taken])
+            taken += 1
+    if position != len(head) or taken != len(buffers):
+        raise DecodeError(
+            f"a message should have {position - start} bytes of inline tensors and {taken} "
+            f"buffers; found {len(head) - start} bytes and {len(buffers)} buffers"
+        )
+    return sources
+
+
+def _make_strided(
+    meta: TensorMeta, storages: list[int], sources: list[_Source], head: bytes
+) -> torch.Tensor:
+    if meta.dtype not in DTYPES:
+        _fail(meta, "its dtype is unknown; do all workers run the same version?")
+    if not 0 <= meta.storage < len(storages):
+        _fail(meta, f"there are {len(storages)} storages")
+    dtype, itemsize = DTYPES[meta.dtype]
+    nbytes = storages[meta.storage]
+    strides = _check_extent(meta, itemsize, nbytes)
+    source = sources[meta.storage]
+    if isinstance(source, int):
+        storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+        _memmove(storage.data_ptr(), head[source : source + nbytes], nbytes)
+        # The next tensor of this storage is to share it.
+        sources[meta.storage] = source = storage
+    return _empty(0, dtype=dtype).set_(source, meta.offset, meta.shape, strides)
+
+
+def _check_extent(meta: TensorMeta, itemsize: int, nbytes: int) -> tuple[int, ...]:
+    """Raises unless the tensor lies inside its storage; returns its strides."""
+    shape = meta.shape
+    _check_numel(meta, itemsize)
+    strides = _contiguous_strides(shape) if meta.strides is None else meta.strides
+    if len(strides) != len(shape):
+        _fail(meta, f"it has {len(shape)} sizes and {len(strides)} strides")
+    end = meta.offset
+    if 0 not in shape:
+        end += 1
+        for size, stride in zip(shape, strides, strict=True):
+            end += (size - 1) * stride
+    if end * itemsize > nbytes:
+        _fail(meta, f"it ends at byte {end * itemsize}, its storage at byte {nbytes}")
+    return strides
+
+
+def _check_numel(meta: TensorMeta, itemsize: int) -> None:
+    # Torch multiplies sizes in 64 bits, also those beside a zero and those of stride 0.
+    total = itemsize
+    for size in meta.shape:
+        total *= size or 1
+        if total > _MAX_NBYTES:
+            _fail(meta, "its sizes are beyond 64 bits")
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size or 1
+    return tuple(reversed(strides))
+
+
+def _make_sparse(meta: TensorMeta, earlier: list[torch.Tensor]) -> torch.Tensor:
+    layout = SPARSE_LAYOUTS.get(meta.layout)
+    if layout is None or meta.dtype not in DTYPES:
+        _fail(
+            meta, "its layout or dtype is unknown; do all workers run the same version?"
+        )
+    _check_numel(meta, DTYPES[meta.dtype][1])
+    is_coo = layout is torch.sparse_coo
+    num_parts = _NUM_PARTS_COO if is_coo else _NUM_PARTS_COMPRESSED
+    if len(meta.parts) != num_parts or any(p >= len(earlier) for p in meta.parts):
+        _fail(meta, f"it needs {num_parts} parts, each an earlier tensor")
+    parts = [earlier[part] for part in meta.parts]
+    if parts[-1].dtype != DTYPES[meta.dtype][0]:
+        _fail(meta, f"its values have the dtype {parts[-1].dtype}")
+    # Invariants are checked because wrong indices would reach outside of the values.
+    if is_coo:
+        return torch.sparse_coo_tensor(
+            parts[0],
+            parts[1],
+            meta.shape,
+            is_coalesced=bool(meta.flags & COALESCED),
+            check_invariants=True,
+        )
+    return torch.sparse_compressed_tensor(
+        parts[0],
+        parts[1],
+        parts[2],
+        meta.shape,
+        layout=layout,
+        check_invariants=True,
+    )
+
+
+def _fail(meta: TensorMeta, why: str) -> NoReturn:
+    raise DecodeError(f"a tensor that arrived cannot be rebuilt: {why}; found {meta}")

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from gradwire.errors import DecodeError, EncodeError, RemoteProtocolError
+from gradwire.wire import (
+    NO_VALUE,
+    Call,
+    Failure,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Reply,
+    decode_control,
+    decode_value,
+    encode,
+    kind_of,
+    peek_kind,
+    register_message,
+)
+
+GOLDEN = {
+    "call": (
+        lambda: Call(7, 1.5, "torch:add"),
+        (torch.tensor([1.0, -2.0]), 3),
+        "010000000000002c00000000"
+        "9607cb3ff8000000000000a9746f7263683a61646400c0"
+        "950192c0039200ff9198019102c000000000909108"
+        "0000803f000000c0",
+    ),
+    "call with keywords": (
+        lambda: Call(7, 1.5, "torch:add", 1, {"ctx": b"\x01"}),
+        ((), {"a": 1}),
+        "010000000000002400000018"
+        "9607cb3ff8000000000000a9746f7263683a6164640181a3637478c401019502909090"
+        "908005950d00000000000000297d948c0161944b017386942e",
+    ),
+    "reply": (
+        lambda: Reply(7),
+        torch.tensor([1, 2], dtype=torch.int16),
+        "0200000000000016000000009307c0950091c091009198079102c00000000090910401000200",
+    ),
+    "reply none": (
+        lambda: Reply(7),
+        None,
+        "020000000000000b000000009307c0950091c091ff9090",
+    ),
+    "failure": (
+        lambda: Failure(7),
+        "no",
+        "030000000000000c000000009207950091a26e6f91ff9090",
+    ),
+    "heartbeat": (
+        lambda: Heartbeat(2.5),
+        NO_VALUE,
+        "040000000000000a0000000091cb4004000000000000",
+    ),
+    "goodbye": (
+        lambda: Goodbye("bye"),
+        NO_VALUE,
+        "05000000000000050000000091a3627965",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_head_is_written(name):
+    make, value, head = GOLDEN[name]
+
+    outgoing = encode(make(), value)
+
+    assert outgoing.head.hex() == head
+    assert outgoing.buffers == []
+    assert outgoing.nbytes == len(head) // 2
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_head_is_read(name):
+    make, value, text = GOLDEN[name]
+    head = bytes.fromhex(text)
+    expected = make()
+    encode(expected, value)
+
+    message, kind = decode_control(head)
+    found, _ = decode_value(message, head, [])
+
+    assert message == expected
+    assert kind == peek_kind(head) == kind_of(type(expected))
+    _assert_equal(found, value)
+
+
+def _assert_equal(found, value):
+    assert type(found) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert torch.equal(found, value)
+    elif isinstance(value, tuple):
+        for one, other in zip(found, value, strict=True):
+            _assert_equal(one, other)
+    else:
+        assert found == value
+
+
+def _head_with(message: Message, control: bytes) -> bytes:
+    return (
+        bytes([kind_of(type(message)), 0, 0, 0])
+        + len(control).to_bytes(4, "big")
+        + bytes(4)
+        + control
+    )
+
+
+def test_control_tolerates_fields_of_a_newer_version():
+    control = msgspec.msgpack.encode(["bye", 1, {"new": True}])
+
+    message, _ = decode_control(_head_with(Goodbye(), control))
+
+    assert message == Goodbye("bye")
+
+
+def test_control_tolerates_missing_fields_of_an_older_version():
+    message, _ = decode_control(_head_with(Call(1), msgspec.msgpack.encode([5])))
+
+    assert message == Call(5)
+
+
+def test_unknown_kind_is_a_protocol_error_that_lists_the_known_ones():
+    with pytest.raises(RemoteProtocolError, match=r"kind 250.*1 \(Call\)"):
+        decode_control(bytes([250]) + bytes(11))
+
+
+@pytest.mark.parametrize("length", range(13))
+def test_truncated_head_is_refused(length):
+    head = encode(Goodbye("bye")).head[:length]
+
+    with pytest.raises(DecodeError):
+        decode_control(head)
+
+
+@pytest.mark.parametrize("position", [1, 2, 3])
+def test_reserved_bytes_must_be_zero(position):
+    head = bytearray(encode(Goodbye("bye")).head)
+    head[position] = 1
+
+    with pytest.raises(DecodeError, match="should be 0"):
+        decode_control(bytes(head))
+
+
+def test_peek_kind_of_empty_head_is_refused():
+    with pytest.raises(DecodeError, match="empty"):
+        peek_kind(b"")
+
+
+def test_register_message_refuses_a_taken_kind():
+    class Other(Message, array_like=True):
+        pass
+
+    with pytest.raises(ValueError, match=r"kind 1 belongs to .*Call"):
+        register_message(1, Other)
+
+
+def test_register_message_refuses_a_registered_class():
+    with pytest.raises(ValueError, match="registered already, as kind 2"):
+        register_message(200, Reply)
+
+
+@pytest.mark.parametrize("kind", [0, 256, -1])
+def test_register_message_refuses_numbers_out_of_range(kind):
+    class Other(Message, array_like=True):
+        pass
+
+    with pytest.raises(ValueError, match="must be 1 to 255"):
+        register_message(kind, Other)
+
+
+def test_encode_refuses_an_unregistered_class():
+    class Other(Message, array_like=True):
+        pass
+
+    with pytest.raises(ValueError, match="not registered"):
+        encode(Other())
+
+
+def test_encode_refuses_a_value_for_a_message_without_body():
+    with pytest.raises(EncodeError, match="cannot carry a value"):
+        encode(Heartbeat(1.0), 5)
+
+
+def test_message_without_body_has_no_value():
+    head = encode(Call(1)).head
+    message, _ = decode_control(head)
+
+    assert decode_value(message, head, []) == (NO_VALUE, [])
+
+
+def test_message_without_body_refuses_buffers():
+    head = encode(Call(1)).head
+    message, _ = decode_control(head)
+
+    with pytest.raises(DecodeError, match="1 buffers"):
+        decode_value(message, head, [torch.UntypedStorage(4)])
+
+
+def test_bad_field_of_a_message_is_an_encode_error():
+    with pytest.raises(EncodeError, match="Goodbye"):
+        encode(Goodbye("\ud800"))
