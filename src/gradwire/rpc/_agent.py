@@ -51,12 +51,14 @@ from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._remote_exceptions import rebuild
 from gradwire.rpc._serving import (
+    INTERNAL_PREFIX,
     POSITIONAL,
     WITH_FUNCTION,
     WITH_KEYWORDS,
     Server,
 )
 from gradwire.rpc._shutdown import Departure
+from gradwire.rpc._turn import LONGEST_TURN_S, about_to_block
 from gradwire.transport import Connection, Frame, Listener, channel_pair, get_transport
 from gradwire.transport._tcp import format_address, parse_address
 from gradwire.wire import (
@@ -79,10 +81,8 @@ __all__ = ["Agent"]
 
 _log = logging.getLogger("gradwire.rpc")
 
-INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
-"""Begin of the names of functions that agents call for themselves."""
-
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
+_FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
 _CLOSE_S = 5.0
 _DEFAULT_SCHEMES = ("unix", "tcp")
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
@@ -112,7 +112,7 @@ class Agent:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = new_incarnation()
-        self.pool = WorkerPool(name, options.num_worker_threads)
+        self.pool = WorkerPool(name, options.num_worker_threads, self.turn_begins)
         self._world_size = world_size
         self._secret = find_secret(options)
         self._host = identify_host()
@@ -142,7 +142,7 @@ class Agent:
         self._closed = False
         self._is_closing = False
         self._last_tick = time.monotonic()
-        self._on_idle: Callable[[], None] | None = None
+        self._next_round = 0.0
         self.num_started = 0
         self.departure = Departure(self)
 
@@ -292,7 +292,7 @@ class Agent:
     def _add_link(
         self, connection: Connection, peer: Peer, offset: float, *, start: bool = True
     ) -> Link:
-        link = Link(connection, self.pool, self._on_frames, self._on_link_end)
+        link = Link(connection, self.pool, self)
         link.clock_offset = offset
         with self._lock:
             closed = self._closed
@@ -500,6 +500,7 @@ class Agent:
                 waiter=functools.partial(self._wait_for_future, call, peer),
             )
             if deadline:
+                self._next_round = min(self._next_round, deadline)
                 self._monitor.call_by(deadline)
         if not label.startswith(INTERNAL_PREFIX):
             self.num_started += 1
@@ -527,14 +528,19 @@ class Agent:
             # It was lost while we prepared: the table was emptied before we entered.
             self._fail_call(peer, call, peer.error())
             return
+        # In a flood the peer has enough to do: several calls go in one write, at the
+        # latest when somebody waits, when answers come, or when the monitor looks.
+        hold = call.future is not None and len(peer.calls) > _FLOOD
         try:
-            ticket = link.send(outgoing.head, outgoing.buffers)
+            ticket = link.send(outgoing.head, outgoing.buffers, hold=hold)
         except TransportError:
             self._fail_call(peer, call, self._lost_error(peer))
             return
         except BaseException:
             peer.calls.take(call.id)
             raise
+        if hold:
+            self._monitor.call_by(time.monotonic() + LONGEST_TURN_S)
         if ticket is not None:
             left = call.deadline - time.monotonic() if call.deadline else None
             # The peer reads at all times, so this ends with its life at the latest.
@@ -576,16 +582,23 @@ class Agent:
     def _await(self, call: PendingCall, peer: Peer) -> None:
         """Waits for a call; reads the connection itself if nobody else has to."""
         link = call.link
-        # With more calls in flight the pool reads: it completes many in one go.
-        if (
-            link is not None
-            and not call.done
-            and len(peer.calls) == 1
-            and thread_state_is_clean()
-        ):
-            frames = link.read_for(call.id, lambda: call.done, call.deadline)
-            if frames:
-                link.deliver(frames)
+        if link is not None:
+            link.flush()
+        about_to_block()
+        if link is not None and not call.done and thread_state_is_clean():
+            link.read_as_caller(lambda: call.done, call.deadline, peer.calls)
+        if call.done:
+            return
+        if link is not None:
+            link.waits_elsewhere(+1)
+        try:
+            self._wait_for_others(call, peer)
+        finally:
+            if link is not None:
+                link.waits_elsewhere(-1)
+
+    def _wait_for_others(self, call: PendingCall, peer: Peer) -> None:
+        """Waits while other threads read."""
         while not call.done:
             left = call.deadline - time.monotonic() if call.deadline else 3600.0
             if call.wait(max(0.0, left)):
@@ -599,6 +612,8 @@ class Agent:
         if timeout_s is None:
             self._await(call, peer)
             return True
+        if call.link is not None:
+            call.link.flush()
         return call.wait(timeout_s)
 
     def _expire(self, peer: Peer, call: PendingCall) -> None:
@@ -612,7 +627,7 @@ class Agent:
                     worker=peer.info.name,
                 ),
             )
-            self.note_idle()
+            self.departure.check()
 
     def _run_callback(self, callback: Callable[[], None]) -> None:
         if self.pool.is_pool_thread:
@@ -623,42 +638,40 @@ class Agent:
 
     # --------------------------------------------------------------------- receiving
 
-    def _on_frames(self, link: Link, frames: list[Frame]) -> Callable[[], None] | None:
-        """Handles answers and control messages; returns the calls, to be served."""
+    def handle_frames(self, link: Link, frames: list[Frame]) -> list[Any]:
+        """See `LinkOwner`."""
         peer = self._links.get(link)
+        requests: list[Any] = []
         if peer is None:
-            return None
-        calls: list[tuple[Call, Frame]] = []
+            return requests
         frames.reverse()
-        while frames:  # popped, so that their buffers die with their users
+        while frames:
             frame = frames.pop()
             try:
                 message, kind = decode_control(frame.head)
                 if kind == _CALL_KIND:
-                    calls.append((message, frame))  # type: ignore[arg-type]
+                    requests.append((peer, message, frame))
                 elif kind in _REPLY_KINDS:
                     self._on_answer(peer, message, frame)
                 else:
                     self._on_control(link, peer, message)
             except GradwireError as error:
                 self.lose(peer, f"it broke the protocol: {error}")
-                return None
+                return []
             del frame
-        return functools.partial(self._serve, link, peer, calls) if calls else None
+        return requests
 
-    def _serve(self, link: Link, peer: Peer, calls: list[tuple[Call, Frame]]) -> None:
-        """Serves the first call here; others may have to run at the same time."""
-        if len(calls) > 1:
-            self.pool.submit(
-                *[functools.partial(self._serve, link, peer, [c]) for c in calls[1:]]
-            )
-            del calls[1:]
-        self.pool.ensure_follower()
-        call, frame = calls.pop()
-        holder = [frame]
-        del frame
-        is_internal = (call.target or "").startswith(INTERNAL_PREFIX)
-        self._server.serve(link, peer, call, holder, counts=not is_internal)
+    def is_slow(self, request: Any) -> bool:
+        """See `LinkOwner`."""
+        return self._server.is_slow(request[1].target)
+
+    def serve(self, link: Link, request: Any) -> None:
+        """See `LinkOwner`."""
+        self._server.serve(link, *request)
+
+    def turn_begins(self) -> None:
+        """See `LinkOwner`."""
+        self._monitor.call_by(time.monotonic() + LONGEST_TURN_S)
 
     def _on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
         call_id: int = message.id  # type: ignore[attr-defined]
@@ -666,6 +679,18 @@ class Agent:
         if call is None:
             self._drop_answer(peer, message)
             return
+        try:
+            self._settle_call(peer, call, message, frame)
+        except BaseException:
+            # A signal handler raised on a caller's thread: the call of somebody else
+            # must not get lost. To settle it twice does no harm.
+            work = functools.partial(self._settle_call, peer, call, message, frame)
+            self.pool.submit(work)
+            raise
+
+    def _settle_call(
+        self, peer: Peer, call: PendingCall, message: Message, frame: Frame
+    ) -> None:
         value: Any = None
         error: BaseException | None = None
         try:
@@ -683,7 +708,7 @@ class Agent:
         if call.future is not None and self.pool.is_pool_thread:
             self.pool.ensure_follower()  # torch's own callbacks run in here
         call.settle(value, error)
-        self.note_idle()
+        self.departure.check()
 
     def _drop_answer(self, peer: Peer, message: Message) -> None:
         headers: dict[str, bytes] | None = getattr(message, "headers", None)
@@ -706,7 +731,8 @@ class Agent:
 
     # ------------------------------------------------------------------------ losing
 
-    def _on_link_end(self, link: Link, reason: str) -> None:
+    def link_ended(self, link: Link, reason: str) -> None:
+        """See `LinkOwner`."""
         peer = self._links.get(link)
         if peer is not None and peer.link in (link, None):
             self.lose(peer, reason)
@@ -732,7 +758,8 @@ class Agent:
             self._settle_from_anywhere(call, peer.error())
         for interceptor in self._interceptors:
             interceptor.peer_lost(peer.info)
-        self.note_idle()
+        self.departure.peer_lost()
+        self.departure.check()
 
     def _settle_from_anywhere(self, call: PendingCall, error: BaseException) -> None:
         # Futures may run foreign code when they complete: not on the monitor's thread.
@@ -754,6 +781,17 @@ class Agent:
     # ----------------------------------------------------------------------- the clock
 
     def _tick(self, now: float) -> float:
+        """Looks at turns, and now and then at the rest; says when to come again."""
+        serving = self.pool.check_stall()
+        for link in list(self._links):
+            serving = link.check_turn(now) or serving
+        if now >= self._next_round:
+            self._next_round = self._round(now)
+        return min(
+            self._next_round, now + LONGEST_TURN_S if serving else self._next_round
+        )
+
+    def _round(self, now: float) -> float:
         """Deadlines, heartbeats, losses, leftovers; says when to come again."""
         interval = self.options.lost_after / 4
         # If we ourselves slept (a stopped process, a laptop lid), nobody else is late.
@@ -779,20 +817,11 @@ class Agent:
             try:
                 link.keep_house(now)
                 if now - link.last_sent >= interval * 0.9:
-                    link.send(encode(Heartbeat(now)).head, [])
+                    link.send(encode(Heartbeat(now)).head)
             except TransportError:
                 pass  # its reader notices too, and knows why
         self._acceptor.drop_silent_strangers(now)
         return due
-
-    def note_idle(self) -> None:
-        """Something ended; tells a shutdown that waits for it."""
-        if self._on_idle is not None:
-            self._on_idle()
-
-    def set_idle_callback(self, callback: Callable[[], None] | None) -> None:
-        """Calls ``callback`` whenever a call or a request has ended."""
-        self._on_idle = callback
 
     # ----------------------------------------------------------------------------- end
 
@@ -860,7 +889,7 @@ class Agent:
         farewell = encode(Goodbye(reason)).head
         for link, _ in links:
             try:
-                link.send(farewell, [])
+                link.send(farewell)
             except GradwireError:
                 pass
         with self._lock:

@@ -23,10 +23,10 @@ from gradwire.errors import (
 from gradwire.rpc import _handshake
 from gradwire.rpc._handshake import AcceptorHandshake, InitiatorHandshake, PeerIdentity
 from gradwire.rpc._host import HostIdentity
-from gradwire.rpc._link import readiness
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._spin import readiness
 from gradwire.transport import Channel, Connection, Limits, Listener, get_transport
 
 __all__ = ["Acceptor", "Dialer", "limits_of"]

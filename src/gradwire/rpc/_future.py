@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from gradwire.errors import DeadlineExceeded, UsageError
+from gradwire.rpc._turn import about_to_block
 
 __all__ = ["Future", "Outcome"]
 
@@ -67,6 +68,7 @@ class Outcome:
         """Waits for the end; False if the limit came first. Signals interrupt it."""
         if self.done:
             return True
+        about_to_block()
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:

@@ -1,274 +1,291 @@
 """One connection and who reads it.
 
-At most one thread reads a connection at a time: the one that holds its *role*. It is
-either a thread of the pool that was told of an event, or a caller that waits for a
-reply and reads for itself, which saves waking another thread. While the role is taken,
-the poller keeps quiet about the connection.
+At most one thread reads a connection at a time. It is either a thread of the pool that
+was told of an event and has its *turn* (see `_turn`), or a caller that waits for an
+answer and reads for itself, which saves waking another thread. Meanwhile the poller
+keeps quiet about the connection.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Protocol
 
 from gradwire.errors import ProtocolError
 from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._spin import SpinGauge, readiness
+from gradwire.rpc._turn import LONGEST_TURN_S, Turn, current_turn, set_turn
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
-from gradwire.wire import answered_call
 
-__all__ = ["Link", "readiness"]
+__all__ = ["Link", "LinkOwner"]
 
-_LONGEST_SPIN_S = 500e-6
-_PREEMPTED_S = 500e-6
-_MOST_SKIPPED = 1024
+_MOST_HELD = 32
 
 
-class _SpinGauge:
-    """Decides how long to look for data before going to sleep.
+class LinkOwner(Protocol):
+    """What a link needs of the agent."""
 
-    Waking a sleeping process costs more than a whole call, so a short wait is best
-    spent looking; but only if waits are short, and only where the peer runs at the same
-    time on another core. The gauge keeps the typical wait. A gap between two looks
-    means that somebody else needed the core: then there is no spinning for a while.
-    """
+    def handle_frames(self, link: Link, frames: list[Frame]) -> list[Any]:
+        """Handles answers and control messages; returns the requests among the frames.
 
-    _spinning = threading.Lock()  # one spinning thread per process is enough
+        Empties the list, so that memory of the peer dies with its users.
+        """
 
-    __slots__ = ("_penalty", "_skip", "_typical_s")
+    def is_slow(self, request: Any) -> bool:
+        """Whether the request asks for something that is known to take long."""
 
-    def __init__(self) -> None:
-        self._typical_s = 0.0
-        self._penalty = 16
-        self._skip = 0 if (os.cpu_count() or 1) > 1 else 1 << 62
+    def serve(self, link: Link, request: Any) -> None:
+        """Serves a request; may block."""
 
-    def note(self, waited_s: float) -> None:
-        """Data came after so long, asleep or not."""
-        # One long wait (the program did something else) must not end the spinning.
-        waited_s = min(waited_s, 4 * _LONGEST_SPIN_S)
-        self._typical_s += (waited_s - self._typical_s) / 8
+    def turn_begins(self) -> None:
+        """A turn begins to serve; `Link.check_turn` must be called before long."""
 
-    def spin(self, is_ready: Callable[[int], object]) -> bool:
-        """Calls ``is_ready(0)`` until it is true; False when it is time to sleep."""
-        limit = min(2 * self._typical_s + 50e-6, _LONGEST_SPIN_S)
-        if self._skip > 0:
-            self._skip -= 1
-            return False
-        if self._typical_s > _LONGEST_SPIN_S or not self._spinning.acquire(False):
-            return False
-        try:
-            start = last = time.perf_counter()
-            while not is_ready(0):
-                now = time.perf_counter()
-                if now - last > _PREEMPTED_S:
-                    self._skip = self._penalty = min(2 * self._penalty, _MOST_SKIPPED)
-                    return False
-                if now - start > limit:
-                    return False
-                last = now
-            self._penalty = max(16, self._penalty - 1)
-            return True
-        finally:
-            self._spinning.release()
-
-
-def readiness(fileno: int) -> Callable[[float], object]:
-    """A function that waits up to so many milliseconds for the descriptor to be readable.
-
-    Signals interrupt it.
-    """
-    if hasattr(select, "poll"):
-        poll = select.poll()
-        poll.register(fileno, select.POLLIN)
-        return poll.poll
-    return lambda ms: select.select([fileno], [], [], ms / 1e3)[0]
+    def link_ended(self, link: Link, reason: str) -> None:
+        """Nothing more will come; told once."""
 
 
 class Link:
-    """A connection, its place in the poller, and the role of its reader."""
+    """A connection, its place in the poller, and its reader.
+
+    Args:
+        connection: The connection, which `close` closes.
+        pool: Its threads read.
+        owner: Gets what is read.
+    """
 
     def __init__(
-        self,
-        connection: Connection,
-        pool: WorkerPool,
-        on_frames: Callable[[Link, list[Frame]], Callable[[], None] | None],
-        on_end: Callable[[Link, str], None],
+        self, connection: Connection, pool: WorkerPool, owner: LinkOwner
     ) -> None:
-        """Takes over a connection; see `start`.
-
-        Args:
-            connection: The connection, which `close` closes.
-            pool: Its threads read.
-            on_frames: Handles answers and control messages and returns the rest of the
-                work, which may block.
-            on_end: Told once why nothing will come any more.
-        """
         self.connection = connection
         self.clock_offset = 0.0  # the peer's monotonic clock minus ours
         self.last_received = self.last_sent = time.monotonic()
         self._pool = pool
-        self._on_frames = on_frames
-        self._on_end = on_end
-        self._role = threading.Lock()
-        # Guards all below: the reader, senders, and those who handle what was read.
-        self._interest = threading.Lock()
-        self._undelivered = 0
-        self._ended = False
-        self._want_read = self._want_write = False
-        self._open = True
-        self._gauge = _SpinGauge()
+        self._owner = owner
+        self._fileno = connection.fileno()
+        self._gauge = SpinGauge()
         self._quiet_since = time.perf_counter()
-        self._is_ready = readiness(connection.fileno())
-        pool.watch(connection.fileno(), self._on_event)
+        self._is_ready = readiness(self._fileno)
+        # Guards all below: readers, senders, those who handle what was read, the monitor.
+        self._lock = threading.Lock()
+        self._reader: object | None = None
+        self._turn: Turn | None = None
+        self._reading_wanted = self._writing_wanted = False
+        self._undelivered = 0
+        self._num_waiting = 0
+        self._ended = False
+        self._open = True
+        pool.watch(self._fileno, self._on_event)
 
     def start(self) -> None:
         """Begins to read."""
-        self._wish(read=True)
+        with self._lock:
+            self._arm(read=True)
+
+    def _arm(self, *, read: bool | None = None, write: bool | None = None) -> None:
+        """Tells the poller what to report. The caller holds the lock."""
+        if read is not None:
+            self._reading_wanted = read
+        if write is not None:
+            self._writing_wanted = write
+        if self._open:
+            self._pool.poller.arm(
+                self._fileno, self._reading_wanted, self._writing_wanted
+            )
 
     # --------------------------------------------------------------------- sending
 
-    def send(self, head: bytes, buffers: Sequence[RawBuffer]) -> Ticket | None:
-        """See `Connection.send`; also arranges that a backlog is written later."""
+    def send(
+        self, head: bytes, buffers: Sequence[RawBuffer] = (), *, hold: bool = False
+    ) -> Ticket | None:
+        """Sends a frame; what cannot be written now is written later.
+
+        Args:
+            head: See `Connection.send`.
+            buffers: Likewise.
+            hold: More frames follow, or `flush` will be called: do not write yet.
+        """
         self.last_sent = time.monotonic()
-        ticket = self.connection.send(head, buffers)
-        if self.connection.has_backlog:
-            self._wish(write=True)
+        connection = self.connection
+        ticket = connection.send(head, buffers, hold=hold)
+        if connection.num_queued > (_MOST_HELD if hold else 0):
+            self.flush()
         return ticket
 
+    def flush(self) -> None:
+        """Writes what was held back or could not be written."""
+        if self.connection.num_queued and not self.connection.flush():
+            with self._lock:
+                self._arm(write=True)
+
     def keep_house(self, now: float) -> None:
-        """See `Connection.housekeeping`; also writes a backlog that got stuck."""
+        """See `Connection.housekeeping`."""
         self.connection.housekeeping(now)
-        if self.connection.has_backlog and not self.connection.flush():
-            self._wish(write=True)
+        self.flush()
 
-    def _wish(self, *, read: bool | None = None, write: bool | None = None) -> None:
-        with self._interest:
-            if read is not None:
-                self._want_read = read
-            if write is not None:
-                self._want_write = write
-            if self._open:
-                self._pool.poller.arm(
-                    self.connection.fileno(), self._want_read, self._want_write
-                )
-
-    # --------------------------------------------------------------------- reading
+    # ------------------------------------------------------- reading, on pool threads
 
     def _on_event(self, readable: bool, writable: bool) -> None:
-        """On a pool thread; the poller is quiet about this link until it is armed."""
-        with self._interest:
+        """The poller is quiet about this link until it is armed again."""
+        turn = None
+        with self._lock:
             # One-shot: what was not reported has to be asked for again.
             if readable:
-                self._want_read = False
+                self._reading_wanted = False
             if writable:
-                self._want_write = False
-            if self._open and (self._want_read or self._want_write):
-                self._pool.poller.arm(
-                    self.connection.fileno(), self._want_read, self._want_write
-                )
-        if writable and not self.connection.flush():
-            self._wish(write=True)
-        if readable and self._role.acquire(False):
+                self._writing_wanted = False
+            if self._reading_wanted or self._writing_wanted:
+                self._arm()
+            if readable and self._reader is None:
+                self._reader = self._turn = turn = Turn(self)
+        if writable:
+            self.flush()
+        if turn is not None:  # else a caller reads; it arms the link when it is done
             self._gauge.note(time.perf_counter() - self._quiet_since)
-            self._read_as_server()
-        # else: a caller reads; it arms the link when it is done.
+            set_turn(turn)
+            try:
+                self._take_turn(turn)
+            finally:
+                set_turn(None)
+                self.end_turn(turn)
 
-    def _read_as_server(self) -> None:
-        """Reads and serves, as long as there is more very soon. Takes over the role."""
-        frames = self._receive()
+    def _take_turn(self, turn: Turn) -> None:
+        """Reads and serves, as long as there is more very soon."""
         while True:
-            self._count(frames)
-            self._give_role_back()
+            frames = self._receive()
             if frames:
-                self.deliver(frames)
+                self._count(frames)
+                self._owner.turn_begins()
+                self.deliver(frames, turn)
+                with self._lock:
+                    if turn.is_over:
+                        return
+                    turn.serving_since = 0.0
             else:
                 self.end_if_over()
             if self.connection.end is not None or self._pool.has_work:
                 return
-            if not self._role.acquire(False):
-                return
-            self._wish(read=False)
+            self.flush()
             self._quiet_since = time.perf_counter()
             if not self._gauge.spin(self._is_ready):
-                self._give_role_back()
                 return
             self._gauge.note(time.perf_counter() - self._quiet_since)
-            frames = self._receive()
 
-    def read_for(
-        self, call_id: int, is_done: Callable[[], bool], deadline: float
-    ) -> list[Frame]:
-        """Reads on the calling thread, which waits for the answer to a call.
-
-        It runs no handler: what is not the answer goes to the pool.
+    def end_turn(self, turn: Turn, *, later: bool = False) -> None:
+        """Lets other threads read, and serve what the turn has not begun. Idempotent.
 
         Args:
-            call_id: The call.
+            turn: The turn.
+            later: Whoever had it will be back very soon; if not, `check_turn` arms.
+        """
+        with self._lock:
+            if turn.is_over:
+                return
+            turn.is_over = True
+            self._reader = self._turn = None
+            if not later:
+                self._arm(read=True)
+        work = []
+        while turn.rest:
+            try:
+                request = turn.rest.popleft()
+            except IndexError:  # the turn's own thread was faster
+                break
+            work.append(functools.partial(self._owner.serve, self, request))
+            del request
+        if work:
+            self._pool.submit(*work)
+        self.flush()
+
+    def check_turn(self, now: float) -> bool:
+        """Ends a turn that serves for too long; returns whether one goes on."""
+        self.flush()
+        with self._lock:
+            if self._reader is None and not self._reading_wanted:
+                self._arm(read=True)
+        turn = self._turn
+        if turn is None:
+            return False
+        since = turn.serving_since
+        if since and now - since > LONGEST_TURN_S:
+            self.end_turn(turn)
+            return False
+        return True
+
+    # ------------------------------------------------------------ reading, as a caller
+
+    def read_as_caller(
+        self, is_done: Callable[[], bool], deadline: float, calls: Sized
+    ) -> None:
+        """Reads on the calling thread, which waits for an answer.
+
+        It handles all answers that come, but runs no handler: requests go to the pool.
+        Returns when the caller need not wait any more, at the deadline, or when another
+        thread reads; the caller then has to wait in some other way.
+
+        Args:
             is_done: Whether the caller need not wait any more.
             deadline: When to stop in any case, 0 for never.
-
-        Returns:
-            The frame with the answer, for `deliver`; empty if another thread reads, or
-            if there was none.
+            calls: The calls that are in flight on this link.
         """
-        if not self._role.acquire(False):
-            return []
-        found: list[Frame] = []
+        turn = Turn(self)
+        with self._lock:
+            if self._reader is not None:
+                return
+            self._reader = self._turn = turn
+            if self._reading_wanted:
+                self._arm(read=False)
+        before = current_turn()
+        set_turn(turn)
         try:
-            self._wish(read=False)
-            while not found and not is_done():
+            while not is_done():
                 self._wait(deadline)
                 frames = self._receive()
                 if frames:
-                    found = self._sort(frames, call_id)
+                    self._deliver_as_caller(frames, turn)
+                    with self._lock:
+                        if turn.is_over:
+                            return
+                        turn.serving_since = 0.0
                 elif self.connection.end is not None or (
                     deadline and time.monotonic() >= deadline
                 ):
-                    break
+                    return
         finally:
-            self._give_role_back()
-        return found
+            set_turn(before)
+            # In a flood, the same caller waits for its next answer in a moment: arming
+            # the link in between would only wake a thread to fight with it.
+            later = len(calls) > 0 and not self._num_waiting
+            self.end_turn(turn, later=later)
+            if later:
+                self._owner.turn_begins()
 
-    def _sort(self, frames: list[Frame], call_id: int) -> list[Frame]:
-        """Takes out the answer to a call, and gives the rest to the pool."""
-        found = [f for f in frames if answered_call(f.head) == call_id]
-        self._count(found)
-        if len(found) < len(frames):
-            others = [f for f in frames if f not in found]
-            self._count(others)
-            self._pool.submit(functools.partial(self.deliver, others))
-        return found
-
-    # Frames that were read may still be under way to their handling when the end of the
-    # stream is seen. The end must come last, or calls would fail whose answer is here.
-
-    def _count(self, frames: list[Frame]) -> None:
-        if frames:
-            with self._interest:
-                self._undelivered += 1
-
-    def deliver(self, frames: list[Frame]) -> None:
-        """Handles frames that were read. Empties the list, and may run foreign code."""
+    def _deliver_as_caller(self, frames: list[Frame], turn: Turn) -> None:
+        self._count(frames)
+        turn.serving_since = time.monotonic()
+        self._owner.turn_begins()
+        handled = False
         try:
-            work = self._on_frames(self, frames)
+            requests = self._owner.handle_frames(self, frames)
+            handled = True
         finally:
-            with self._interest:
-                self._undelivered -= 1
-            if self.connection.end is not None:
-                self.end_if_over()
-        if work is not None:
-            work()
+            if handled:
+                self._delivered()
+            else:  # interrupted: nothing of what came may get lost
+                self._pool.submit(functools.partial(self.deliver, frames))
+        if requests:
+            self._pool.submit(
+                *[functools.partial(self._owner.serve, self, r) for r in requests]
+            )
 
-    def end_if_over(self) -> None:
-        """Reports the end of the connection, once, when everything before it is handled."""
-        with self._interest:
-            if self.connection.end is None or self._undelivered or self._ended:
-                return
-            self._ended = True
-        self._on_end(self, self.connection.end)
+    def waits_elsewhere(self, number: int) -> None:
+        """Counts the callers that wait for somebody else to read their answer."""
+        with self._lock:
+            self._num_waiting += number
+            if self._reader is None and not self._reading_wanted:
+                self._arm(read=True)
 
     def _wait(self, deadline: float) -> None:
         """Waits until there is something to read, or the deadline."""
@@ -277,6 +294,8 @@ class Link:
             left = deadline - time.monotonic() if deadline else 3600.0
             self._is_ready(max(0.0, left) * 1e3)
         self._gauge.note(time.perf_counter() - start)
+
+    # ----------------------------------------------------------------------- handling
 
     def _receive(self) -> list[Frame]:
         try:
@@ -288,22 +307,72 @@ class Link:
             self.last_received = time.monotonic()
         return frames
 
-    def _give_role_back(self) -> None:
-        self._role.release()
-        self._wish(read=True)
+    # Frames that were read may still be under way to their handling when the end of the
+    # stream is seen. The end must come last, or calls would fail whose answer is here.
 
-    # ------------------------------------------------------------------------- end
+    def _count(self, frames: list[Frame]) -> None:
+        if frames:
+            with self._lock:
+                self._undelivered += 1
 
-    @property
-    def is_open(self) -> bool:
-        """Whether `close` was not called yet."""
-        return self._open
+    def _delivered(self) -> None:
+        with self._lock:
+            self._undelivered -= 1
+        if self.connection.end is not None:
+            self.end_if_over()
+
+    def deliver(self, frames: list[Frame], turn: Turn | None = None) -> None:
+        """Handles frames that were read, and serves the requests among them.
+
+        Args:
+            frames: The frames; the list is emptied.
+            turn: The turn of this thread, which lasts while it serves.
+        """
+        try:
+            requests = self._owner.handle_frames(self, frames)
+        finally:
+            self._delivered()
+        if not requests:
+            return
+        if turn is None:
+            turn = Turn(self)  # one that is over: each request on a thread of its own
+            turn.rest.extend(requests[1:])
+            self.end_turn(turn)
+            del requests[1:]
+        turn.rest.extend(requests)
+        requests.clear()
+        self._serve(turn)
+
+    def _serve(self, turn: Turn) -> None:
+        rest = turn.rest
+        while rest:
+            try:
+                request = rest.popleft()
+            except IndexError:
+                return
+            if not turn.is_over and self._owner.is_slow(request):
+                self.end_turn(turn)
+            self._pool.ensure_follower()
+            turn.serving_since = time.monotonic()
+            box = [request]
+            del request
+            self._owner.serve(self, box.pop())
+
+    def end_if_over(self) -> None:
+        """Reports the end of the connection, once, when everything before it is handled."""
+        with self._lock:
+            if self.connection.end is None or self._undelivered or self._ended:
+                return
+            self._ended = True
+        self._owner.link_ended(self, self.connection.end)
+
+    # ---------------------------------------------------------------------------- end
 
     def close(self) -> None:
         """Closes the connection. Whoever reads or waits notices at once."""
-        with self._interest:
+        with self._lock:
             if not self._open:
                 return
             self._open = False
-            self._pool.unwatch(self.connection.fileno())
+            self._pool.unwatch(self._fileno)
         self.connection.close()

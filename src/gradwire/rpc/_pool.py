@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gradwire.rpc._poller import make_poller
+from gradwire.rpc._turn import set_helper
 
 __all__ = ["WorkerPool"]
 
@@ -30,10 +31,14 @@ class WorkerPool:
     Args:
         name: Prefix of the threads' names.
         keep_idle: How many idle threads stay; more of them end after some seconds.
+        on_work: Called when work was submitted; `check_stall` must be called soon.
     """
 
-    def __init__(self, name: str, keep_idle: int) -> None:
+    def __init__(self, name: str, keep_idle: int, on_work: Callable[[], None]) -> None:
         self._name = name
+        self._on_work = on_work
+        self._num_begun = self._num_begun_before = 0
+        self._num_wakes = 1
         self._keep_idle = keep_idle
         self.poller = make_poller()
         self._callbacks: dict[int, Callable[[bool, bool], None]] = {}
@@ -85,6 +90,30 @@ class WorkerPool:
         """Runs each piece of work on some thread of the pool."""
         self._queue.extend(work)
         self._call_for_help()
+        self._on_work()
+
+    def check_stall(self) -> bool:
+        """Wakes more threads if the queue did not move since the last check.
+
+        Returns:
+            Whether it has to be called again soon.
+        """
+        if not self._queue:
+            self._num_wakes = 1
+            return False
+        if self._num_begun != self._num_begun_before:
+            self._num_wakes = 1
+        else:
+            for _ in range(self._num_wakes):
+                self._call_for_help()
+            self._num_wakes = min(2 * self._num_wakes, 64)
+        self._num_begun_before = self._num_begun
+        return True
+
+    def _help_with_rest(self) -> None:
+        """The current thread is about to block: others go on with the queue."""
+        if self._queue:
+            self._call_for_help()
 
     def ensure_follower(self) -> None:
         """Makes sure that another thread waits; to be called before foreign code."""
@@ -112,6 +141,7 @@ class WorkerPool:
 
     def _run(self) -> None:
         self._local.is_pool_thread = True
+        set_helper(self._help_with_rest)
         try:
             while not self._closed:
                 event = None
@@ -143,7 +173,7 @@ class WorkerPool:
             self._guard(lambda: callback(readable, writable))
 
     def _drain(self) -> bool:
-        """Runs what is in the queue, with help if there is more than one piece."""
+        """Runs what is in the queue; help comes if a piece blocks, see `_turn`."""
         worked = False
         while self._queue:
             try:
@@ -151,10 +181,8 @@ class WorkerPool:
             except IndexError:  # another thread was faster
                 break
             worked = True
-            if self._queue:
-                self._call_for_help()
-            else:
-                self.ensure_follower()
+            self._num_begun += 1
+            self.ensure_follower()
             self._guard(work)
             del work  # it may hold tensors that the peer waits to get back
         return worked

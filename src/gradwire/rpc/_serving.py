@@ -30,6 +30,7 @@ from gradwire.rpc._context import serving_agent
 from gradwire.rpc._link import Link
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe
+from gradwire.rpc._turn import about_to_block, current_turn
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.transport import Frame
 from gradwire.wire import (
@@ -49,6 +50,11 @@ __all__ = ["Server"]
 
 _log = logging.getLogger("gradwire.rpc")
 
+INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
+"""Begin of the names of functions that agents call for themselves."""
+
+_SLOW_S = 200e-6
+
 POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
 """What the value of a call is; see `gradwire.wire.Call`."""
 
@@ -64,20 +70,24 @@ class Server:
         self._lock = threading.Lock()
         self.num_active = 0
         self.num_served = 0
+        # How long each function took the last time. Written without a lock: any of two
+        # values at the same time is as good.
+        self._durations: dict[str | None, float] = {}
 
-    def serve(
-        self, link: Link, peer: Peer, call: Call, holder: list[Frame], *, counts: bool
-    ) -> None:
+    def is_slow(self, target: str | None) -> bool:
+        """Whether a function took so long the last time that others should not wait."""
+        return self._durations.get(target, 0.0) > _SLOW_S
+
+    def serve(self, link: Link, peer: Peer, call: Call, frame: Frame) -> None:
         """Runs a call and answers it, on a thread of the pool.
 
         Args:
             link: Where the call came from and the answer goes.
             peer: Who calls.
             call: The call.
-            holder: Holds the call's frame, which is taken out of it, so that nobody else
-                keeps its memory.
-            counts: Whether a graceful shutdown waits for it.
+            frame: Its frame.
         """
+        counts = not (call.target or "").startswith(INTERNAL_PREFIX)
         if counts:
             with self._lock:
                 self.num_active += 1
@@ -93,17 +103,20 @@ class Server:
             )
             return
         try:
-            function, args, kwargs = self._unpack(peer, call, holder.pop())
+            function, args, kwargs = self._unpack(peer, call, frame)
         except Exception as error:
             request.fail(error)
             return
+        frame.buffers.clear()  # the arguments alone keep their memory now
         context = contextvars.copy_context()
+        start = time.perf_counter()
         try:
             result = context.run(self._run, peer, call, function, args, kwargs)
         except BaseException as error:
             del args, kwargs
             request.fail(error)
             return
+        self._durations[call.target] = time.perf_counter() - start
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
@@ -155,7 +168,7 @@ class Server:
         with self._lock:
             self.num_active -= 1
             self.num_served += 1
-        self._agent.note_idle()
+        self._agent.departure.check()
 
     def close(self, timeout_s: float) -> None:
         """Ends the event loop of coroutine targets, if one was needed."""
@@ -223,10 +236,13 @@ class _Request:
 
     def _send(self, outgoing: Outgoing) -> None:
         try:
-            ticket = self._link.send(outgoing.head, outgoing.buffers)
+            turn = current_turn()
+            # More requests follow in this turn: their answers leave together.
+            hold = turn is not None and turn.link is self._link and bool(turn.rest)
+            ticket = self._link.send(outgoing.head, outgoing.buffers, hold=hold)
             if ticket is not None:
                 # The user's tensor may change as soon as the handler is over.
-                self._server._agent.pool.ensure_follower()
+                about_to_block()
                 if not ticket.wait(self._server._agent.options.lost_after):
                     ticket.detach()
         except TransportError:
@@ -236,7 +252,7 @@ class _Request:
                 Failure(self._id), describe(error, self._server._agent.info.name)
             )
             with contextlib.suppress(TransportError):
-                self._link.send(refusal.head, [])
+                self._link.send(refusal.head)
         finally:
             if self._counts:
                 self._server.finished()

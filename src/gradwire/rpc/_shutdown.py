@@ -40,7 +40,6 @@ class Departure:
         self._entered = False
         self._released = False
         self._reports: list[Future[int]] = []
-        agent.set_idle_callback(self._check)
 
     # ------------------------------------------------------------------ as a member
 
@@ -49,7 +48,7 @@ class Departure:
         future: Future[int] = Future()
         with self._changed:
             self._reports.append(future)
-        self._check()
+        self.check()
         return future
 
     def release(self) -> None:
@@ -58,11 +57,12 @@ class Departure:
             self._released = True
             self._changed.notify_all()
 
-    def _check(self) -> None:
-        """Answers the reports if the worker is quiet. Called whenever work has ended."""
+    def check(self) -> None:
+        """Answers the reports if the worker is quiet; called whenever work has ended."""
+        if not self._reports:
+            return
         with self._changed:
-            self._changed.notify_all()
-            if not self._is_quiet() or not self._reports:
+            if not self._is_quiet():
                 return
             reports, self._reports = self._reports, []
         for future in reports:
@@ -71,6 +71,11 @@ class Departure:
     def _is_quiet(self) -> bool:
         agent = self._agent
         return self._entered and agent.num_active == 0 and agent.num_pending == 0
+
+    def peer_lost(self) -> None:
+        """Somebody is gone, perhaps the coordinator."""
+        with self._changed:
+            self._changed.notify_all()
 
     # ------------------------------------------------------------------------ waiting
 
@@ -87,7 +92,7 @@ class Departure:
         deadline = start + timeout_s if timeout_s else float("inf")
         with self._changed:
             self._entered = True
-        self._check()
+        self.check()
         while not self._released:
             coordinator = self._coordinator()
             if coordinator is None:
@@ -99,7 +104,6 @@ class Departure:
                     left = deadline - time.monotonic()
                     if left <= 0:
                         raise self._timeout([coordinator], timeout_s)
-                    # The loss of a peer rings the same bell as the end of work.
                     self._changed.wait(min(left, 3600.0))
 
     def _coordinator(self) -> Peer | None:

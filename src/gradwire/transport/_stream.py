@@ -173,7 +173,9 @@ class StreamConnection(Connection):
 
     # ------------------------------------------------------------------ sending
 
-    def send(self, head: bytes, buffers: Sequence[RawBuffer] = ()) -> Ticket | None:
+    def send(
+        self, head: bytes, buffers: Sequence[RawBuffer] = (), *, hold: bool = False
+    ) -> Ticket | None:
         if self._closed:
             raise ClosedError("the connection is closed")
         if len(head) > self._limits.max_head_bytes:
@@ -188,7 +190,8 @@ class StreamConnection(Connection):
         if self._borrowed.returned:
             data = self._returns() + data
         self._queue.append(data)
-        self.flush()
+        if not hold:
+            self.flush()
         return None
 
     def _send_with_buffers(
@@ -247,8 +250,8 @@ class StreamConnection(Connection):
         return _numbers_frame(_RETURN, numbers)
 
     @property
-    def has_backlog(self) -> bool:
-        return bool(self._queue)
+    def num_queued(self) -> int:
+        return len(self._queue)
 
     def flush(self) -> bool:
         while self._queue:

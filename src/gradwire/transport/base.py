@@ -92,10 +92,17 @@ class Connection(ABC):
         """The descriptor to poll."""
 
     @abstractmethod
-    def send(self, head: bytes, buffers: Sequence[RawBuffer] = ()) -> Ticket | None:
+    def send(
+        self, head: bytes, buffers: Sequence[RawBuffer] = (), *, hold: bool = False
+    ) -> Ticket | None:
         """Sends a frame or queues what the peer does not take yet; never blocks.
 
-        After it the caller must look at `has_backlog` and arrange for `flush`.
+        After it the caller must look at `num_queued` and arrange for `flush`.
+
+        Args:
+            head: The head.
+            buffers: Memory to send.
+            hold: Only queue it; `flush` will be called soon.
 
         Returns:
             None if the memory of ``buffers`` may change at once, else a ticket.
@@ -107,8 +114,8 @@ class Connection(ABC):
 
     @property
     @abstractmethod
-    def has_backlog(self) -> bool:
-        """Whether something waits for the descriptor to become writable."""
+    def num_queued(self) -> int:
+        """How many parts of frames wait for `flush`."""
 
     @abstractmethod
     def flush(self) -> bool:

@@ -1,0 +1,75 @@
+"""Looking for data a little longer before going to sleep."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["SpinGauge", "readiness"]
+
+_LONGEST_SPIN_S = 500e-6
+_PREEMPTED_S = 500e-6
+_FEWEST_SKIPPED, _MOST_SKIPPED = 16, 1024
+
+
+def readiness(fileno: int) -> Callable[[float], object]:
+    """A function that waits up to so many milliseconds for the descriptor to be readable.
+
+    Signals interrupt it.
+    """
+    if hasattr(select, "poll"):
+        poll = select.poll()
+        poll.register(fileno, select.POLLIN)
+        return poll.poll
+    return lambda ms: select.select([fileno], [], [], ms / 1e3)[0]
+
+
+class SpinGauge:
+    """Decides how long to look before going to sleep.
+
+    Waking a sleeping process costs more than a whole call, so a short wait is best
+    spent looking; but only if waits are short, and only where the peer runs at the same
+    time on another core. The gauge keeps the typical wait. A gap between two looks
+    means that somebody else needed the core: then there is no spinning for a while.
+    """
+
+    _spinning = threading.Lock()  # one spinning thread per process is enough
+
+    __slots__ = ("_penalty", "_skip", "_typical_s")
+
+    def __init__(self) -> None:
+        self._typical_s = 0.0
+        self._penalty = _FEWEST_SKIPPED
+        self._skip = 0 if (os.cpu_count() or 1) > 1 else 1 << 62
+
+    def note(self, waited_s: float) -> None:
+        """Data came after so long, asleep or not."""
+        # One long wait (the program did something else) must not end the spinning.
+        waited_s = min(waited_s, 4 * _LONGEST_SPIN_S)
+        self._typical_s += (waited_s - self._typical_s) / 8
+
+    def spin(self, is_ready: Callable[[int], object]) -> bool:
+        """Calls ``is_ready(0)`` until it is true; False when it is time to sleep."""
+        if self._skip > 0:
+            self._skip -= 1
+            return False
+        if self._typical_s > _LONGEST_SPIN_S or not self._spinning.acquire(False):
+            return False
+        limit = min(2 * self._typical_s + 50e-6, _LONGEST_SPIN_S)
+        try:
+            start = last = time.perf_counter()
+            while not is_ready(0):
+                now = time.perf_counter()
+                if now - last > _PREEMPTED_S:
+                    self._skip = self._penalty = min(2 * self._penalty, _MOST_SKIPPED)
+                    return False
+                if now - start > limit:
+                    return False
+                last = now
+            self._penalty = max(_FEWEST_SKIPPED, self._penalty - 1)
+            return True
+        finally:
+            self._spinning.release()

@@ -1,0 +1,78 @@
+"""A pool thread's turn at a connection, and how it ends early.
+
+A thread that has read requests serves them itself while it keeps the right to read that
+connection: for short functions nothing else is needed, no other thread is woken, and
+answers to several requests leave in one write. But while it serves, nobody reads this
+connection. So a turn is given up, and the connection armed for other threads,
+
+1. before its thread blocks in one of our own waits (a nested call, a future),
+2. before it runs a function that is known to take long,
+3. by the monitor, if one request takes more than `LONGEST_TURN_S`.
+
+What the turn had read but not begun then goes to the pool's queue, where the same rules
+decide when more threads are woken. So whatever a handler does, it delays others by a
+few milliseconds at most, and short functions are served by few threads, which do not
+fight for the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradwire.rpc._link import Link
+
+__all__ = [
+    "LONGEST_TURN_S",
+    "Turn",
+    "about_to_block",
+    "current_turn",
+    "set_helper",
+    "set_turn",
+]
+
+LONGEST_TURN_S = 0.005
+
+_local = threading.local()
+
+
+class Turn:
+    """One thread's turn. Its `Link` guards the fields, all but ``rest``."""
+
+    __slots__ = ("is_over", "link", "rest", "serving_since")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.is_over = False
+        self.serving_since = 0.0  # 0: it reads or waits, which never takes long
+        # Requests that were read and not begun. Both the turn's thread and whoever
+        # ends the turn take from it.
+        self.rest: deque[Any] = deque()
+
+
+def current_turn() -> Turn | None:
+    """The turn of the current thread."""
+    return getattr(_local, "turn", None)
+
+
+def set_turn(turn: Turn | None) -> None:
+    """Begins or ends the turn of the current thread."""
+    _local.turn = turn
+
+
+def set_helper(call_for_help: Callable[[], None]) -> None:
+    """What the current thread does before it blocks, so that others go on."""
+    _local.call_for_help = call_for_help
+
+
+def about_to_block() -> None:
+    """To be called before any wait that may last."""
+    turn: Turn | None = getattr(_local, "turn", None)
+    if turn is not None and not turn.is_over:
+        turn.link.end_turn(turn)
+    call_for_help: Callable[[], None] | None = getattr(_local, "call_for_help", None)
+    if call_for_help is not None:
+        call_for_help()
