@@ -139,6 +139,7 @@ class Agent:
         self._peers: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._links: dict[Link, Peer] = {}
+        self._joined = threading.Event()
         self._closed = False
         self._is_closing = False
         self._last_tick = time.monotonic()
@@ -236,6 +237,8 @@ class Agent:
                         record,
                     )
                 )
+        if len(self._peers) == self._world_size:
+            self._joined.set()
 
     def _enter(self, peer: Peer) -> None:
         with self._lock:
@@ -327,14 +330,10 @@ class Agent:
                 raise peer.error()
             if peer.link is not None:
                 return peer.link
-            if peer.record is None:
-                raise ConnectError(
-                    f"the address of worker {peer.info.name!r} is not known yet",
-                    worker=peer.info.name,
-                )
             peer.is_dialing = True
         try:
-            connection, offset = self._dialer.dial(peer.record, limit)
+            record = self._record_of(peer, limit)
+            connection, offset = self._dialer.dial(record, limit)
             return self._attach(connection, peer, offset)
         except HandshakeRefused as error:
             if error.code != _handshake.GLARE:
@@ -348,6 +347,17 @@ class Agent:
         if link is None:
             raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
         return link
+
+    def _record_of(self, peer: Peer, limit: float) -> WorkerRecord:
+        if peer.record is None and not self._joined.is_set():
+            about_to_block()  # it called us before we knew the whole group
+            self._joined.wait(max(0.0, limit - time.monotonic()))
+        if peer.record is None:
+            raise ConnectError(
+                f"the address of worker {peer.info.name!r} is not known",
+                worker=peer.info.name,
+            )
+        return peer.record
 
     def _connect_timeout(self, peer: Peer) -> ConnectTimeout:
         return ConnectTimeout(
@@ -411,6 +421,11 @@ class Agent:
                 "a destination is a worker's name (str), rank (int) or WorkerInfo, not "
                 f"{type(to).__name__}: {to!r}"
             )
+        if peer is None and not self._joined.is_set():
+            # Others may call us before we know the whole group; their handlers wait.
+            about_to_block()
+            if self._joined.wait(self.options.init_timeout):
+                return self.find(to)
         if peer is None:
             known = ", ".join(
                 f"{p.info.name!r}" for p in list(self._peers.values())[:16]
@@ -438,8 +453,8 @@ class Agent:
     ) -> Any:
         """Calls a function on another worker and waits for the result."""
         _refuse_in_event_loop()
-        call, peer = self._start_call(to, function, args, kwargs, timeout, False)
-        self._await(call, peer)
+        call = self._start_call(to, function, args, kwargs, timeout, False)
+        self._await(call, None)
         if call.error is not None:
             raise call.error
         return call.value
@@ -453,10 +468,12 @@ class Agent:
         timeout: float = UNSET_TIMEOUT,
     ) -> Future[Any]:
         """Calls a function on another worker; the result comes through a future."""
-        call, _ = self._start_call(to, function, args, kwargs, timeout, True)
-        if call.future is None:
-            raise AssertionError("an asynchronous call has a future")
-        return call.future
+        call = self._start_call(to, function, args, kwargs, timeout, True)
+        future = call.future
+        if future is None:  # it is done already: the peer was lost meanwhile
+            future = Future(outcome=call, executor=self._run_callback)
+            future._settle()
+        return future
 
     def _start_call(
         self,
@@ -466,7 +483,7 @@ class Agent:
         kwargs: dict[str, Any] | None,
         timeout: float,
         is_async: bool,
-    ) -> tuple[PendingCall, Peer]:
+    ) -> PendingCall:
         peer = self.find(to)
         if not callable(function):
             raise TypeError(
@@ -491,21 +508,16 @@ class Agent:
         label = target or repr(function)
         cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
         self._take_credit(peer, cost, deadline, label)
-        call = PendingCall(message.id, label, deadline, cost)
-        call.link = link
+        call = PendingCall(message.id, label, deadline, cost, link, self._await)
         if is_async:
-            call.future = Future(
-                outcome=call,
-                executor=self._run_callback,
-                waiter=functools.partial(self._wait_for_future, call, peer),
-            )
+            call.future = Future(outcome=call, executor=self._run_callback)
             if deadline:
                 self._next_round = min(self._next_round, deadline)
                 self._monitor.call_by(deadline)
         if not label.startswith(INTERNAL_PREFIX):
             self.num_started += 1
         self._send_call(link, peer, call, outgoing)
-        return call, peer
+        return call
 
     def _take_credit(self, peer: Peer, cost: int, deadline: float, label: str) -> None:
         credits_ = peer.calls.credits
@@ -579,42 +591,39 @@ class Agent:
 
     # ----------------------------------------------------------------------- waiting
 
-    def _await(self, call: PendingCall, peer: Peer) -> None:
-        """Waits for a call; reads the connection itself if nobody else has to."""
+    def _await(self, call: PendingCall, timeout_s: float | None) -> bool:
+        """Waits for a call; reads the connection itself if nobody else does.
+
+        Returns:
+            False if ``timeout_s`` came first. The call's own deadline finishes it.
+        """
         link = call.link
-        if link is not None:
-            link.flush()
+        peer = self._links.get(link)
+        limit = call.deadline
+        if timeout_s is not None:
+            own_limit = time.monotonic() + timeout_s
+            limit = min(limit, own_limit) if limit else own_limit
+        link.flush()
         about_to_block()
-        if link is not None and not call.done and thread_state_is_clean():
-            link.read_as_caller(lambda: call.done, call.deadline, peer.calls)
-        if call.done:
-            return
-        if link is not None:
+        if peer is not None and not call.done and thread_state_is_clean():
+            link.read_as_caller(lambda: call.done, limit, peer.calls)
+        if not call.done:
             link.waits_elsewhere(+1)
-        try:
-            self._wait_for_others(call, peer)
-        finally:
-            if link is not None:
+            try:
+                self._wait_for_others(call, peer, limit)
+            finally:
                 link.waits_elsewhere(-1)
+        return call.done
 
-    def _wait_for_others(self, call: PendingCall, peer: Peer) -> None:
-        """Waits while other threads read."""
-        while not call.done:
-            left = call.deadline - time.monotonic() if call.deadline else 3600.0
-            if call.wait(max(0.0, left)):
+    def _wait_for_others(
+        self, call: PendingCall, peer: Peer | None, limit: float
+    ) -> None:
+        """Waits until ``limit`` while other threads read."""
+        left = limit - time.monotonic() if limit else None
+        while not call.block(None if left is None else max(0.0, left)):
+            if peer is None or limit != call.deadline:
                 return
-            if call.deadline:
-                self._expire(peer, call)
-
-    def _wait_for_future(
-        self, call: PendingCall, peer: Peer, timeout_s: float | None
-    ) -> bool:
-        if timeout_s is None:
-            self._await(call, peer)
-            return True
-        if call.link is not None:
-            call.link.flush()
-        return call.wait(timeout_s)
+            self._expire(peer, call)
 
     def _expire(self, peer: Peer, call: PendingCall) -> None:
         if peer.calls.give_up(call):
@@ -896,6 +905,7 @@ class Agent:
             self._closed = True
             links = list(self._links.items())
             peers = list(self._peers.values())
+        self._joined.set()
         self._acceptor.close()
         self._monitor.close()
         error = NotInitialized(

@@ -22,21 +22,37 @@ __all__ = ["CallTable", "Credits", "PendingCall"]
 class PendingCall(Outcome):
     """One call that was sent and not answered yet."""
 
-    __slots__ = ("cost", "deadline", "future", "id", "link", "target")
+    __slots__ = ("await_answer", "cost", "deadline", "future", "id", "link", "target")
 
-    def __init__(self, call_id: int, target: str, deadline: float, cost: int) -> None:
+    def __init__(
+        self,
+        call_id: int,
+        target: str,
+        deadline: float,
+        cost: int,
+        link: Link,
+        await_answer: Callable[[PendingCall, float | None], bool],
+    ) -> None:
         super().__init__()
         self.id = call_id
         self.target = target
         self.deadline = deadline
         self.cost = cost
-        self.link: Link | None = None
+        self.link = link
+        self.await_answer = await_answer
         self.future: Future[Any] | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the answer; see `Outcome.wait`."""
+        return self.await_answer(self, timeout_s)
 
     def settle(self, value: Any, error: BaseException | None) -> None:
         """Finishes the call. Callbacks of its future may run here."""
-        if self.finish(value, error) and self.future is not None:
-            self.future._settle()
+        if self.finish(value, error):
+            # Taken out: a finished call and its future must not keep each other alive.
+            future, self.future = self.future, None
+            if future is not None:
+                future._settle()
 
 
 class CallTable:
@@ -61,10 +77,9 @@ class CallTable:
     def take(self, call_id: int) -> PendingCall | None:
         """The call that an answer belongs to; None if nobody waits for it any more."""
         call = self._pending.pop(call_id, None)
-        if call is not None:
-            self.credits.give(call.cost)
-        else:
-            self.credits.give(self._overdue.pop(call_id, 0))
+        cost = self._overdue.pop(call_id, 0) if call is None else call.cost
+        if cost:
+            self.credits.give(cost)
         return call
 
     def give_up(self, call: PendingCall) -> bool:
@@ -86,7 +101,7 @@ class CallTable:
                 break
             calls.append(call)
         self._overdue.clear()
-        self.credits.reset()
+        self.credits.close()
         return calls
 
     def overdue(self, now: float) -> list[PendingCall]:
@@ -110,10 +125,11 @@ class Credits:
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
-        # Guards `_used` and `_closed`; any calling thread, and those that read replies.
-        self._changed = threading.Condition()
+        # Guards all below; any calling thread, and those that read answers.
+        self._lock = threading.Lock()
+        self._given = threading.Condition(self._lock)
         self._used = 0
-        self._waiting = 0
+        self._num_waiting = 0
         self._closed = False
 
     @property
@@ -121,44 +137,39 @@ class Credits:
         """Bytes that are taken."""
         return self._used
 
-    def take(
-        self, cost: int, deadline: float, on_wait: Callable[[], None] | None = None
-    ) -> bool:
+    def take(self, cost: int, deadline: float) -> bool:
         """Takes ``cost`` bytes, waiting for them if need be; False at the deadline.
 
         A cost above the whole bound is granted when nothing else is taken.
         """
-        with self._changed:
+        with self._lock:
             while self._used + cost > self._max and self._used > 0 and not self._closed:
-                if on_wait is not None:
-                    on_wait()
-                    on_wait = None
                 left = deadline - time.monotonic() if deadline else 3600.0
                 if left <= 0:
                     return False
-                self._waiting += 1
+                self._num_waiting += 1
                 try:
-                    self._changed.wait(left)
+                    self._given.wait(left)
                 finally:
-                    self._waiting -= 1
+                    self._num_waiting -= 1
             self._used += cost
             return True
 
     def force(self, cost: int) -> None:
         """Takes ``cost`` bytes without waiting: nested calls must not wait."""
-        with self._changed:
+        with self._lock:
             self._used += cost
 
     def give(self, cost: int) -> None:
         """Gives bytes back."""
-        if cost:
-            with self._changed:
-                self._used -= cost
-                if self._waiting:
-                    self._changed.notify_all()
+        with self._lock:
+            self._used -= cost
+            if self._num_waiting:
+                self._given.notify_all()
 
-    def reset(self) -> None:
-        """All bytes are free, and nobody waits any more."""
-        with self._changed:
+    def close(self) -> None:
+        """Nobody waits any more: the peer is gone, and all bytes are free."""
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._used = 0
+            self._given.notify_all()

@@ -18,6 +18,8 @@ __all__ = ["Future", "Outcome"]
 T = TypeVar("T")
 S = TypeVar("S")
 
+_init_torch_future = torch._C.Future.__init__
+
 Executor = Callable[[Callable[[], None]], None]
 
 
@@ -66,6 +68,10 @@ class Outcome:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end; False if the limit came first. Signals interrupt it."""
+        return self.block(timeout_s)
+
+    def block(self, timeout_s: float | None) -> bool:
+        """Waits until another thread calls `finish`; see `wait`."""
         if self.done:
             return True
         about_to_block()
@@ -107,16 +113,11 @@ class Future(torch.futures.Future[T], Generic[T]):
     """
 
     def __init__(
-        self,
-        *,
-        outcome: Outcome | None = None,
-        executor: Executor | None = None,
-        waiter: Callable[[float | None], bool] | None = None,
+        self, *, outcome: Outcome | None = None, executor: Executor | None = None
     ) -> None:
-        super().__init__()
+        _init_torch_future(self, [])  # the class between converts a list of devices
         self._outcome = Outcome() if outcome is None else outcome
         self._executor = executor
-        self._waiter = self._outcome.wait if waiter is None else waiter
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -133,7 +134,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not self._outcome.done:
             _refuse_in_event_loop()
-            if not self._waiter(timeout):
+            if not self._outcome.wait(timeout):
                 raise DeadlineExceeded(f"the future had no value after {timeout} s")
         return cast(T, self._outcome.result())
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import inspect
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ class Server:
         del args, kwargs
         if not torch.is_grad_enabled():
             torch.set_grad_enabled(True)  # a handler switched it off and went away
-        if inspect.iscoroutine(result):
+        if type(result) is types.CoroutineType:
             self._loop.run(result, context, request)
         elif getattr(function, ASYNC_ATTRIBUTE, None) is not None:
             request.succeed_later(result, function)

@@ -170,7 +170,7 @@ class Departure:
                         continue  # only our own limit for one wait
                 break  # answered, or lost
         left = deadline - time.monotonic()
-        if left <= 0 or not own._outcome.wait(min(left, threading.TIMEOUT_MAX)):
+        if left <= 0 or not own._outcome.wait(min(left, 3600.0)):
             raise self._timeout([], timeout_s)
         numbers[self._agent.info.id] = own.value()
         return numbers

@@ -44,9 +44,21 @@ _CLUSTER_ALIGNMENT: Final = 16
 
 _STRIDED = torch.strided
 _Parameter = torch.nn.Parameter
-_string_at = ctypes.string_at
-_COMPLEX = frozenset(code for code, (dtype, _) in DTYPES.items() if dtype.is_complex)
+COMPLEX_CODES = frozenset(
+    code for code, (dtype, _) in DTYPES.items() if dtype.is_complex
+)
 _CODE_OF_LAYOUT = {layout: code for code, layout in SPARSE_LAYOUTS.items()}
+
+
+# The interpreter's own way to make bytes; ``ctypes.string_at`` goes through more layers.
+_make_bytes = ctypes.pythonapi["PyBytes_FromStringAndSize"]
+_make_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_make_bytes.restype = ctypes.py_object
+
+
+def bytes_at(address: int, nbytes: int) -> bytes:
+    """A copy of memory."""
+    return _make_bytes(address, nbytes)  # type: ignore[no-any-return]
 
 
 class Buffer(NamedTuple):
@@ -102,7 +114,7 @@ class TensorTable:
                 or not tensor.is_cpu
                 or tensor.layout is not _STRIDED
                 or tensor.is_neg()
-                or (code in _COMPLEX and tensor.is_conj())
+                or (code in COMPLEX_CODES and tensor.is_conj())
             ):
                 return self._add_unusual(tensor, flags)
             shape = tensor.shape
@@ -223,7 +235,7 @@ def _take(packed: Packed, address: int, nbytes: int, owner: torch.Tensor) -> int
     number = len(storages)
     storages.append(nbytes)
     if nbytes <= INLINE_BYTES:
-        inline.append(_string_at(address, nbytes))
+        inline.append(bytes_at(address, nbytes))
     else:
         buffers.append(Buffer(address, nbytes, owner))
     return number
