@@ -112,14 +112,15 @@ class Agent:
         self.options = options
         self.rpc_timeout = options.rpc_timeout
         self.incarnation = new_incarnation()
+        self._secret = find_secret(options)
+        self._schemes = self._usable_schemes()
+        # From here on there are descriptors to close.
         self.pool = WorkerPool(name, options.num_worker_threads, self.turn_begins)
         self._world_size = world_size
-        self._secret = find_secret(options)
         self._host = identify_host()
         self._rendezvous_host = rendezvous_host
         self._interceptors = registered_interceptors()
         self._server = Server(self, self._interceptors)
-        self._schemes = self._usable_schemes()
         self._dialer = Dialer(
             self._identify, self._secret, options, self._schemes, self._host
         )
@@ -751,7 +752,7 @@ class Agent:
         """Ends everything that depends on a peer. Idempotent."""
         if not peer.end(reason, left=left):
             return
-        if not left and not self._closed:
+        if not left and not self._is_closing:
             _log.warning(
                 "worker %s lost worker %s (rank %d): %s",
                 self.info.name,
@@ -829,7 +830,7 @@ class Agent:
                     link.send(encode(Heartbeat(now)).head)
             except TransportError:
                 pass  # its reader notices too, and knows why
-        self._acceptor.drop_silent_strangers(now)
+        self._acceptor.keep_house(now)
         return due
 
     # ----------------------------------------------------------------------------- end

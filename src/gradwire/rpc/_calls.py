@@ -163,7 +163,8 @@ class Credits:
     def give(self, cost: int) -> None:
         """Gives bytes back."""
         with self._lock:
-            self._used -= cost
+            if not self._closed:
+                self._used -= cost
             if self._num_waiting:
                 self._given.notify_all()
 

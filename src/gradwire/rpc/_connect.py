@@ -187,9 +187,10 @@ class Acceptor:
         self._admit = admit
         self._on_connection = on_connection
         self._listeners: list[Listener] = []
-        # Guards `_strangers`: pool threads add and remove, the monitor removes.
+        # Guards all below: pool threads and the monitor.
         self._lock = threading.Lock()
         self._strangers: dict[int, _Stranger] = {}
+        self._paused: list[Listener] = []
         self._closed = False
 
     def listen(self, listener: Listener) -> None:
@@ -200,6 +201,22 @@ class Acceptor:
         self._pool.poller.arm(fileno, True, False)
 
     def _on_knock(self, listener: Listener) -> None:
+        try:
+            self._accept_all(listener)
+        except OSError as error:
+            # No descriptors or memory left: a pause, or this would spin.
+            _log.warning("cannot accept connections at the moment: %s", error)
+            with self._lock:
+                self._paused.append(listener)
+            return
+        self._arm(listener)
+
+    def _arm(self, listener: Listener) -> None:
+        with self._lock:
+            if not self._closed:
+                self._pool.poller.arm(listener.fileno(), True, False)
+
+    def _accept_all(self, listener: Listener) -> None:
         while (channel := listener.accept()) is not None:
             with self._lock:
                 full = len(self._strangers) >= _MAX_STRANGERS or self._closed
@@ -220,9 +237,6 @@ class Acceptor:
                 channel.close()
                 continue
             self._welcome(channel)
-        with self._lock:
-            if not self._closed:
-                self._pool.poller.arm(listener.fileno(), True, False)
 
     def _welcome(self, channel: Channel) -> None:
         handshake = AcceptorHandshake(
@@ -279,8 +293,12 @@ class Acceptor:
             self._pool.unwatch(fileno)
             return True
 
-    def drop_silent_strangers(self, now: float) -> None:
-        """Closes handshakes that take too long."""
+    def keep_house(self, now: float) -> None:
+        """Closes handshakes that take too long, tries paused listeners again."""
+        with self._lock:
+            paused, self._paused = self._paused, []
+        for listener in paused:
+            self._arm(listener)
         for fileno, stranger in list(self._strangers.items()):
             if now >= stranger.deadline and self._forget(fileno):
                 _log.warning(

@@ -62,7 +62,7 @@ class EpollPoller:
         self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)
 
     def add(self, fileno: int) -> None:
-        self._epoll.register(fileno, 0)
+        self._epoll.register(fileno, select.EPOLLONESHOT)
 
     def arm(self, fileno: int, read: bool, write: bool) -> None:
         mask = select.EPOLLONESHOT
@@ -70,7 +70,8 @@ class EpollPoller:
             mask |= select.EPOLLIN | select.EPOLLRDHUP
         if write:
             mask |= select.EPOLLOUT
-        self._epoll.modify(fileno, mask if read or write else 0)
+        # Even unasked, the kernel reports a hang-up; one-shot keeps it to a single time.
+        self._epoll.modify(fileno, mask)
 
     def remove(self, fileno: int) -> None:
         self._epoll.unregister(fileno)
@@ -99,11 +100,13 @@ class SelectorPoller:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._turn = threading.Lock()  # held by the thread that waits in the selector
-        # Guards `_wanted`, which any thread changes and the waiting one applies.
+        # Guards all below, which any thread changes and the waiting one applies.
         self._lock = threading.Lock()
         self._wanted: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._ready: deque[Event] = deque()
+        self._reported: set[int] = set()  # descriptors whose event in `_ready` counts
+        self._num_visitors = 0
         self._wakes = 0
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -122,22 +125,34 @@ class SelectorPoller:
                 raise ValueError(f"descriptor {fileno} was not added")
             self._wanted[fileno] = mask
             self._dirty.add(fileno)
+            self._reported.discard(fileno)
         self._ring()
 
     def remove(self, fileno: int) -> None:
         with self._lock:
             del self._wanted[fileno]
             self._dirty.add(fileno)
-        self._ring()
-        with self._turn:  # nobody selects on it any more
+            self._reported.discard(fileno)
+            self._num_visitors += 1
+        try:
+            while not self._turn.acquire(timeout=0.01):
+                self._ring()  # whoever selects on it must come out first
+        finally:
+            with self._lock:
+                self._num_visitors -= 1
+        try:
             self._apply()
+        finally:
+            self._turn.release()
 
     def wait(self, timeout_s: float) -> Event | None:
         if not self._turn.acquire(timeout=timeout_s):
             return None
         try:
-            while not self._ready:
+            while not self._has_ready():
                 with self._lock:
+                    if self._num_visitors:
+                        return None
                     if self._wakes:
                         self._wakes -= 1
                         return None
@@ -147,11 +162,24 @@ class SelectorPoller:
                     return None
                 for key, mask in events:
                     self._collect(key.fd, mask)
-                if not self._ready and not self._wakes:
+                if not self._has_ready() and not self._wakes:
                     return None  # let others in: somebody wanted to change something
-            return self._ready.popleft()
+            return self._next_ready()
         finally:
             self._turn.release()
+
+    def _has_ready(self) -> bool:
+        """Whether an event is left whose descriptor nobody removed or disarmed since."""
+        with self._lock:
+            while self._ready and self._ready[0].fileno not in self._reported:
+                self._ready.popleft()
+            return bool(self._ready)
+
+    def _next_ready(self) -> Event:
+        with self._lock:
+            event = self._ready.popleft()
+            self._reported.discard(event.fileno)
+            return event
 
     def _collect(self, fileno: int, mask: int) -> None:
         if fileno == self._bell.fileno():
@@ -165,8 +193,10 @@ class SelectorPoller:
                 return
             self._wanted[fileno] = 0
             self._dirty.add(fileno)
-        readable = bool(mask & selectors.EVENT_READ)
-        self._ready.append(Event(fileno, readable, bool(mask & selectors.EVENT_WRITE)))
+            self._reported.add(fileno)
+            readable = bool(mask & selectors.EVENT_READ)
+            writable = bool(mask & selectors.EVENT_WRITE)
+            self._ready.append(Event(fileno, readable, writable))
 
     def _apply(self) -> None:
         """Tells the selector what changed. The caller has the turn."""

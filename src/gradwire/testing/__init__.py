@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from gradwire.testing.transport_suite import TransportSuite
+import pytest
+
+# Before the import, so that a failed assertion shows its values.
+pytest.register_assert_rewrite("gradwire.testing.transport_suite")
+
+from gradwire.testing.transport_suite import TransportSuite  # noqa: E402
 
 __all__ = ["TransportSuite"]

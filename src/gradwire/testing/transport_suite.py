@@ -45,7 +45,15 @@ from gradwire.transport.base import (
     Transport,
 )
 
-__all__ = ["Exchange", "TransportSuite", "bytes_of", "raw_buffer", "wait_readable"]
+__all__ = [
+    "Exchange",
+    "TransportSuite",
+    "bytes_of",
+    "fill",
+    "raw_buffer",
+    "receive_frames",
+    "wait_readable",
+]
 
 LIMIT_S = 30.0
 _LOOK_S = 0.02
@@ -823,7 +831,8 @@ class TransportSuite(ABC):
         """What was sent before the end arrives."""
         client, server = self.pair()
         for number in range(300):
-            client.send(b"%d" % number)
+            client.send(b"%d" % number, hold=True)
+        assert client.flush()
         client.close()
 
         exchange = Exchange(server)

@@ -162,6 +162,12 @@ class LentSegments:
             dropped.append(number)
         return dropped
 
+    def clear(self) -> None:
+        """The connection is closed: forgets all segments."""
+        self._all.clear()
+        self._free.clear()
+        self._free_bytes = 0
+
     def counters(self) -> dict[str, int]:
         """How many segments there are, how many are free, and their bytes."""
         return {
@@ -245,6 +251,10 @@ class BorrowedSegments:
         """The peer dropped a segment that it had back."""
         if self._mapped.pop(number, None) is None or number in self._lent_out:
             raise RemoteProtocolError(f"the peer dropped segment {number} out of turn")
+
+    def clear(self) -> None:
+        """The connection is closed: forgets all that no tensor uses."""
+        self._mapped.clear()
 
     def counters(self) -> dict[str, int]:
         """How many segments of the peer are mapped, and how many are in use."""

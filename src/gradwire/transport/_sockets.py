@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
 import sys
 
 from gradwire.errors import ConnectError
-from gradwire.transport._stream import StreamConnection
+from gradwire.transport._stream import (
+    ANCILLARY_BYTES,
+    CLOEXEC,
+    StreamConnection,
+    descriptors_in,
+)
 from gradwire.transport.base import Channel, Connection, Limits, Listener
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 __all__ = ["SocketChannel", "SocketListener", "connect_socket"]
 
@@ -26,17 +34,24 @@ class SocketChannel(Channel):
         self._sock = sock
         self._description = description
         self._shares_memory = shares_memory
+        self._descriptors: list[int] = []
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def read(self, limit: int) -> bytes | None:
         try:
-            return self._sock.recv(limit)
+            if not self._shares_memory:
+                return self._sock.recv(limit)
+            # The peer may have begun to send frames already, with descriptors; a plain
+            # read would drop them.
+            data, ancillary, _, _ = self._sock.recvmsg(limit, ANCILLARY_BYTES, CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return None
         except OSError:
             return b""
+        self._descriptors.extend(descriptors_in(ancillary))
+        return data
 
     def write(self, data: bytes) -> None:
         # A fresh socket takes the few hundred bytes of a record at once; one that does
@@ -63,9 +78,12 @@ class SocketChannel(Channel):
             limits,
             leftover,
             shares_memory=self._shares_memory,
+            descriptors=self._descriptors,
         )
 
     def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -89,9 +107,17 @@ class SocketListener(Listener):
     def accept(self) -> Channel | None:
         try:
             sock, address = self._sock.accept()
-        except OSError:  # nobody there, gone again, or no descriptors left
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return None  # nobody there, or gone again
+        except OSError as error:
+            if self._sock.fileno() < 0 or error.errno not in _SHORTAGES:
+                return None
+            raise
+        try:
+            return wrap_socket(self._scheme, sock, address, self._shares_memory)
+        except OSError:
+            sock.close()
             return None
-        return wrap_socket(self._scheme, sock, address, self._shares_memory)
 
     def close(self) -> None:
         self._sock.close()

@@ -49,9 +49,10 @@ _READ_BYTES = 256 << 10
 _FRAMES_PER_READ = 64
 _PARTS_PER_WRITE = 64
 _MAX_DESCRIPTORS = 16
-_ANCILLARY = (
+ANCILLARY_BYTES = (
     socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 )
+CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class _Bulk(Ticket):
@@ -135,6 +136,7 @@ class StreamConnection(Connection):
         leftover: bytes = b"",
         *,
         shares_memory: bool = False,
+        descriptors: Sequence[int] = (),
     ) -> None:
         sock.setblocking(False)
         self.scheme = scheme
@@ -143,6 +145,7 @@ class StreamConnection(Connection):
         self._sock = sock
         self._fileno = sock.fileno()
         self._limits = limits
+        self._max_head_bytes = min(limits.max_head_bytes, limits.max_frame_bytes)
         self._closed = False
 
         # Writing. The queue may be extended by any thread; only the holder of the lock
@@ -159,7 +162,7 @@ class StreamConnection(Connection):
         self._long: memoryview | None = None  # a head that is larger than the buffer
         self._bulk: _IncomingBulk | None = None  # buffers of the frame being read
         self._long_filled = 0
-        self._descriptors: deque[int] = deque()
+        self._descriptors: deque[int] = deque(descriptors)
         self._inbox: list[Frame] = []
 
         self._lent = _segments.LentSegments(limits.shared_memory_keep_bytes)
@@ -178,14 +181,14 @@ class StreamConnection(Connection):
     ) -> Ticket | None:
         if self._closed:
             raise ClosedError("the connection is closed")
-        if len(head) > self._limits.max_head_bytes:
+        if len(head) > self._max_head_bytes:
             raise LocalProtocolError(
                 f"the message has {len(head)} bytes beside its tensors, the limit is "
-                f"{self._limits.max_head_bytes} (option max_head_bytes)"
+                f"{self._max_head_bytes} (options max_head_bytes, max_frame_bytes)"
             )
-        self._frames_sent += 1
         if buffers:
             return self._send_with_buffers(head, buffers)
+        self._frames_sent += 1
         data = _HEADER.pack(len(head), 0, _DATA, _MARK) + head
         if self._borrowed.returned:
             data = self._returns() + data
@@ -204,6 +207,7 @@ class StreamConnection(Connection):
                 f"{self._limits.max_frame_bytes} bytes (option max_frame_bytes) and "
                 f"{_MAX_BUFFERS} buffers"
             )
+        self._frames_sent += 1
         parts: list[_Part] = []
         table = [_HEADER.pack(len(head), len(buffers), _DATA, _MARK)]
         bulks: list[_Bulk] = []
@@ -390,7 +394,10 @@ class StreamConnection(Connection):
         try:
             if self._shares_memory:  # Note [counted calls]
                 ((count, ancillary, _, _),) = map(
-                    self._sock.recvmsg_into, ((target,),), (_ANCILLARY,)
+                    self._sock.recvmsg_into,
+                    ((target,),),
+                    (ANCILLARY_BYTES,),
+                    (CLOEXEC,),
                 )
             else:
                 (count,) = map(self._sock.recv_into, (target,))
@@ -413,11 +420,7 @@ class StreamConnection(Connection):
         return count
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self._descriptors.extend(fds)
+        self._descriptors.extend(descriptors_in(ancillary))
         if len(self._descriptors) > 4 * _MAX_DESCRIPTORS:
             raise RemoteProtocolError(
                 "the peer sent descriptors that no frame announces"
@@ -444,15 +447,15 @@ class StreamConnection(Connection):
                 "the peer sent bytes that are no frame "
                 f"(header {bytes(self._view[start : start + _HEADER.size]).hex()})"
             )
-        if head_bytes > self._limits.max_head_bytes:
+        if head_bytes > self._max_head_bytes:
             raise RemoteProtocolError(
                 f"the peer announced a head of {head_bytes} bytes, the limit is "
-                f"{self._limits.max_head_bytes} (option max_head_bytes)"
+                f"{self._max_head_bytes} (options max_head_bytes, max_frame_bytes)"
             )
         size = _HEADER.size + num_buffers * _DESCRIPTOR.size + head_bytes
         if stop - start < size:
             if size > len(self._buffer):
-                whole = memoryview(bytearray(size))
+                whole = self._allocate_long(size)
                 have = stop - start
                 whole[:have] = self._view[start:stop]
                 self._long, self._long_filled = whole, have
@@ -465,6 +468,15 @@ class StreamConnection(Connection):
             return False
         self._take_frame(self._view, start, start + size, start + size)
         return True
+
+    def _allocate_long(self, size: int) -> memoryview:
+        try:
+            return memoryview(bytearray(size))
+        except MemoryError as error:
+            raise RemoteProtocolError(
+                f"the peer announced a head of {size} bytes, which cannot be allocated "
+                "here (option max_head_bytes)"
+            ) from error
 
     def _take_frame(
         self, data: memoryview, start: int, stop: int, next_start: int
@@ -554,6 +566,8 @@ class StreamConnection(Connection):
         with self._write_lock:
             self._sock.close()
             self._abandon()
+            self._lent.clear()
+        self._borrowed.clear()
         while self._descriptors:
             os.close(self._descriptors.popleft())
 
@@ -589,7 +603,13 @@ class _IncomingBulk:
             if segment:
                 self.storages.append(borrowed.borrow(segment, nbytes))
                 continue
-            storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            try:
+                storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+            except (RuntimeError, MemoryError) as error:
+                raise RemoteProtocolError(
+                    f"the peer announced a buffer of {nbytes} bytes, which cannot be "
+                    "allocated here (option max_frame_bytes)"
+                ) from error
             self.storages.append(storage)
             if nbytes:
                 self._views.append(_memory.view_of_storage(storage))
@@ -608,6 +628,15 @@ class _IncomingBulk:
         if view is None:
             raise AssertionError("a frame that is complete asks for more bytes")
         return view
+
+
+def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a read; they are ours now."""
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return descriptors.tolist()
 
 
 def _numbers_frame(kind: int, numbers: list[int]) -> bytes:

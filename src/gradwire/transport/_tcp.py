@@ -26,7 +26,7 @@ class TcpTransport(Transport):
         try:
             family, address = _resolve(host, port)
             sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConnectError(f"cannot listen on {host!r}: {error}") from error
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +48,7 @@ class TcpTransport(Transport):
         try:
             family, target = _resolve(host, port)
             sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConnectError(f"cannot connect to {address}: {error}") from error
         connect_socket(sock, target, timeout_s)
         return wrap_socket("tcp", sock, target, shares_memory=False)
@@ -63,7 +63,8 @@ def parse_address(address: str) -> tuple[str, int]:
     """The reverse of `format_address`."""
     host, separator, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not separator or not host or not port.isascii() or not port.isdigit():
+    is_number = port.isascii() and port.isdigit() and len(port) <= 5
+    if not separator or not host or not is_number or int(port) > 65535:
         raise ConnectError(
             f"expected an address such as 'host:port', found {address!r}"
         )

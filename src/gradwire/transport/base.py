@@ -207,7 +207,11 @@ class Listener(ABC):
 
     @abstractmethod
     def accept(self) -> Channel | None:
-        """The next channel, or None if nobody knocks; never blocks."""
+        """The next channel, or None if nobody knocks; never blocks.
+
+        Raises:
+            OSError: The system lacks something, such as descriptors.
+        """
 
     @abstractmethod
     def close(self) -> None:

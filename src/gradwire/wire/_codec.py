@@ -298,10 +298,10 @@ def _encode_small(kind: int, message: Message, value: Any) -> Outgoing | None:
         return None  # torch has tensors without memory; the long way explains
     body.plain = plain
     body.refs = refs
-    message.body = body  # type: ignore[attr-defined]
     try:
+        message.body = body  # type: ignore[attr-defined]
         control = _encode_control(message)
-    except _MSGPACK_ERRORS:
+    except (AttributeError, *_MSGPACK_ERRORS):
         return None
     fixed = _pack_fixed(kind, 0, 0, len(control), 0)
     return Outgoing(b"".join((fixed, control, inline)), [], tensors)
