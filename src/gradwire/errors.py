@@ -19,8 +19,6 @@ Every error keeps its facts as attributes and survives pickling.
 
 from __future__ import annotations
 
-from typing import Any
-
 __all__ = [
     "CallTimeout",
     "ClosedError",
@@ -58,16 +56,6 @@ class GradwireError(Exception):
     def __init__(self, message: str = "", *, worker: str | None = None) -> None:
         super().__init__(message)
         self.worker = worker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword arguments do not travel in ``args``: rebuild bare, restore the rest.
-        return _rebuild, (type(self), self.args), self.__dict__
-
-
-def _rebuild(cls: type[GradwireError], args: tuple[Any, ...]) -> GradwireError:
-    error = cls.__new__(cls, *args)
-    error.args = args
-    return error
 
 
 class UsageError(GradwireError, RuntimeError):

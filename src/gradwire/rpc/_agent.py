@@ -87,6 +87,7 @@ _CLOSE_S = 5.0
 _DEFAULT_SCHEMES = ("unix", "tcp")
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
 _CALL_KIND = kind_of(Call)
+_CALL_BYTE = bytes([_CALL_KIND])
 
 
 class Agent:
@@ -497,6 +498,8 @@ class Agent:
         target = name_of(function)
         if type(args) is not tuple:
             args = _as_tuple(args)
+        if kwargs is not None:
+            _check_keywords(kwargs)
         value: tuple[Any, ...]
         if target is None:
             style, value = WITH_FUNCTION, (function, args, kwargs or {})
@@ -512,9 +515,6 @@ class Agent:
         call = PendingCall(message.id, label, deadline, cost, link, self._await)
         if is_async:
             call.future = Future(outcome=call, executor=self._run_callback)
-            if deadline:
-                self._next_round = min(self._next_round, deadline)
-                self._monitor.call_by(deadline)
         if not label.startswith(INTERNAL_PREFIX):
             self.num_started += 1
         self._send_call(link, peer, call, outgoing)
@@ -537,6 +537,8 @@ class Agent:
     ) -> None:
         """Enters a call and sends it; if the peer is gone, the call has failed."""
         peer.calls.add(call)
+        if call.future is not None and call.deadline:
+            self._note_deadline(call.deadline)
         if peer.fate is not None:
             # It was lost while we prepared: the table was emptied before we entered.
             self._fail_call(peer, call, peer.error())
@@ -648,28 +650,26 @@ class Agent:
 
     # --------------------------------------------------------------------- receiving
 
-    def handle_frames(self, link: Link, frames: list[Frame]) -> list[Any]:
+    def is_request(self, frame: Frame) -> bool:
+        """See `LinkOwner`."""
+        return frame.head[:1] == _CALL_BYTE
+
+    def accept(self, link: Link, frame: Frame) -> Any:
         """See `LinkOwner`."""
         peer = self._links.get(link)
-        requests: list[Any] = []
         if peer is None:
-            return requests
-        frames.reverse()
-        while frames:
-            frame = frames.pop()
-            try:
-                message, kind = decode_control(frame.head)
-                if kind == _CALL_KIND:
-                    requests.append((peer, message, frame))
-                elif kind in _REPLY_KINDS:
-                    self._on_answer(peer, message, frame)
-                else:
-                    self._on_control(link, peer, message)
-            except GradwireError as error:
-                self.lose(peer, f"it broke the protocol: {error}")
-                return []
-            del frame
-        return requests
+            return None  # the peer is lost, or we are closed
+        try:
+            message, kind = decode_control(frame.head)
+            if kind == _CALL_KIND:
+                return peer, message, frame
+            if kind in _REPLY_KINDS:
+                self._on_answer(peer, message, frame)
+            else:
+                self._on_control(link, peer, message)
+        except GradwireError as error:
+            self.lose(peer, f"it broke the protocol: {error}")
+        return None
 
     def is_slow(self, request: Any) -> bool:
         """See `LinkOwner`."""
@@ -684,41 +684,41 @@ class Agent:
         self._monitor.call_by(time.monotonic() + LONGEST_TURN_S)
 
     def _on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
-        call_id: int = message.id  # type: ignore[attr-defined]
-        call = peer.calls.take(call_id)
+        call = peer.calls.take(message.id)  # type: ignore[attr-defined]
         if call is None:
             self._drop_answer(peer, message)
             return
         try:
-            self._settle_call(peer, call, message, frame)
+            self._finish_call(peer, call, message, frame)
         except BaseException:
-            # A signal handler raised on a caller's thread: the call of somebody else
-            # must not get lost. To settle it twice does no harm.
-            work = functools.partial(self._settle_call, peer, call, message, frame)
-            self.pool.submit(work)
+            # A signal handler raised on a caller's thread; the call may be another's.
+            self.pool.submit(
+                functools.partial(self._finish_call, peer, call, message, frame)
+            )
             raise
 
-    def _settle_call(
+    def _finish_call(
         self, peer: Peer, call: PendingCall, message: Message, frame: Frame
     ) -> None:
-        value: Any = None
-        error: BaseException | None = None
+        value, error = self._read_answer(peer, message, frame)
+        call.settle(value, error)
+        self.departure.check()
+
+    def _read_answer(
+        self, peer: Peer, message: Message, frame: Frame
+    ) -> tuple[Any, BaseException | None]:
+        """The value or the error that an answer carries."""
         try:
             value, tensors = decode_value(message, frame.head, frame.buffers)
             if type(message) is Failure:
-                error = rebuild(value)
-                value = None
-            else:
-                for interceptor in self._interceptors:
-                    header = (message.headers or {}).get(interceptor.name)  # type: ignore[attr-defined]
-                    interceptor.incoming(peer.info, True, header, tensors)
+                return None, rebuild(value)
+            for interceptor in self._interceptors:
+                header = (message.headers or {}).get(interceptor.name)  # type: ignore[attr-defined]
+                interceptor.incoming(peer.info, True, header, tensors)
         except Exception as problem:
             self._drop_answer(peer, message)
-            value, error = None, problem
-        if call.future is not None and self.pool.is_pool_thread:
-            self.pool.ensure_follower()  # torch's own callbacks run in here
-        call.settle(value, error)
-        self.departure.check()
+            return None, problem
+        return value, None
 
     def _drop_answer(self, peer: Peer, message: Message) -> None:
         headers: dict[str, bytes] | None = getattr(message, "headers", None)
@@ -796,10 +796,19 @@ class Agent:
         for link in list(self._links):
             serving = link.check_turn(now) or serving
         if now >= self._next_round:
-            self._next_round = self._round(now)
-        return min(
-            self._next_round, now + LONGEST_TURN_S if serving else self._next_round
-        )
+            with self._lock:
+                self._next_round = float("inf")
+            due = self._round(now)
+            with self._lock:  # a call may have brought it forward meanwhile
+                self._next_round = min(self._next_round, due)
+        return min(self._next_round, now + LONGEST_TURN_S if serving else float("inf"))
+
+    def _note_deadline(self, deadline: float) -> None:
+        """Makes the monitor look at the calls by then; after the call was entered."""
+        if deadline < self._next_round:
+            with self._lock:
+                self._next_round = min(self._next_round, deadline)
+            self._monitor.call_by(deadline)
 
     def _round(self, now: float) -> float:
         """Deadlines, heartbeats, losses, leftovers; says when to come again."""
@@ -931,3 +940,10 @@ def _as_tuple(args: object) -> tuple[Any, ...]:
         f"args must be a tuple or a list of arguments, not {type(args).__name__}; write "
         "args=(x,) for a single one"
     )
+
+
+def _check_keywords(kwargs: object) -> None:
+    if not isinstance(kwargs, dict) or any(type(k) is not str for k in kwargs):
+        raise TypeError(
+            f"kwargs must be a dict with names of arguments as keys, found {kwargs!r:.80}"
+        )

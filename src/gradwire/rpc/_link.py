@@ -28,11 +28,11 @@ _MOST_HELD = 32
 class LinkOwner(Protocol):
     """What a link needs of the agent."""
 
-    def handle_frames(self, link: Link, frames: list[Frame]) -> list[Any]:
-        """Handles answers and control messages; returns the requests among the frames.
+    def is_request(self, frame: Frame) -> bool:
+        """Whether a frame asks this worker to do something; others tell it something."""
 
-        Empties the list, so that memory of the peer dies with its users.
-        """
+    def accept(self, link: Link, frame: Frame) -> Any:
+        """Handles a frame, which may run callbacks; returns a request to serve, or None."""
 
     def is_slow(self, request: Any) -> bool:
         """Whether the request asks for something that is known to take long."""
@@ -156,9 +156,9 @@ class Link:
         while True:
             frames = self._receive()
             if frames:
-                self._count(frames)
                 self._owner.turn_begins()
-                self.deliver(frames, turn)
+                self._queue_up(frames, turn)
+                self._work_off(turn)
                 with self._lock:
                     if turn.is_over:
                         return
@@ -187,16 +187,13 @@ class Link:
             self._reader = self._turn = None
             if not later:
                 self._arm(read=True)
-        work = []
+        rest = []
         while turn.rest:
             try:
-                request = turn.rest.popleft()
+                rest.append(turn.rest.popleft())
             except IndexError:  # the turn's own thread was faster
                 break
-            work.append(functools.partial(self._owner.serve, self, request))
-            del request
-        if work:
-            self._pool.submit(*work)
+        self._submit(rest)
         self.flush()
 
     def check_turn(self, now: float) -> bool:
@@ -244,7 +241,9 @@ class Link:
                 self._wait(deadline)
                 frames = self._receive()
                 if frames:
-                    self._deliver_as_caller(frames, turn)
+                    self._owner.turn_begins()
+                    self._queue_up(frames, turn, requests_too=False)
+                    self._work_off(turn)
                     with self._lock:
                         if turn.is_over:
                             return
@@ -261,24 +260,6 @@ class Link:
             self.end_turn(turn, later=later)
             if later:
                 self._owner.turn_begins()
-
-    def _deliver_as_caller(self, frames: list[Frame], turn: Turn) -> None:
-        self._count(frames)
-        turn.serving_since = time.monotonic()
-        self._owner.turn_begins()
-        handled = False
-        try:
-            requests = self._owner.handle_frames(self, frames)
-            handled = True
-        finally:
-            if handled:
-                self._delivered()
-            else:  # interrupted: nothing of what came may get lost
-                self._pool.submit(functools.partial(self.deliver, frames))
-        if requests:
-            self._pool.submit(
-                *[functools.partial(self._owner.serve, self, r) for r in requests]
-            )
 
     def waits_elsewhere(self, number: int) -> None:
         """Counts the callers that wait for somebody else to read their answer."""
@@ -310,53 +291,56 @@ class Link:
     # Frames that were read may still be under way to their handling when the end of the
     # stream is seen. The end must come last, or calls would fail whose answer is here.
 
-    def _count(self, frames: list[Frame]) -> None:
-        if frames:
-            with self._lock:
-                self._undelivered += 1
-
-    def _delivered(self) -> None:
+    def _queue_up(
+        self, frames: list[Frame], turn: Turn, *, requests_too: bool = True
+    ) -> None:
+        """Makes frames the turn's work; without ``requests_too`` those go to the pool."""
         with self._lock:
-            self._undelivered -= 1
-        if self.connection.end is not None:
-            self.end_if_over()
+            self._undelivered += len(frames)
+        if requests_too:
+            turn.rest.extend(frames)
+        else:
+            is_request = self._owner.is_request
+            turn.rest.extend(f for f in frames if not is_request(f))
+            self._submit([f for f in frames if is_request(f)])
+        frames.clear()
 
-    def deliver(self, frames: list[Frame], turn: Turn | None = None) -> None:
-        """Handles frames that were read, and serves the requests among them.
+    def _submit(self, frames: list[Frame]) -> None:
+        if frames:
+            self._pool.submit(
+                *[functools.partial(self._handle, [f], None) for f in frames]
+            )
 
-        Args:
-            frames: The frames; the list is emptied.
-            turn: The turn of this thread, which lasts while it serves.
-        """
-        try:
-            requests = self._owner.handle_frames(self, frames)
-        finally:
-            self._delivered()
-        if not requests:
-            return
-        if turn is None:
-            turn = Turn(self)  # one that is over: each request on a thread of its own
-            turn.rest.extend(requests[1:])
-            self.end_turn(turn)
-            del requests[1:]
-        turn.rest.extend(requests)
-        requests.clear()
-        self._serve(turn)
-
-    def _serve(self, turn: Turn) -> None:
+    def _work_off(self, turn: Turn) -> None:
         rest = turn.rest
         while rest:
-            try:
-                request = rest.popleft()
-            except IndexError:
-                return
-            if not turn.is_over and self._owner.is_slow(request):
-                self.end_turn(turn)
-            self._pool.ensure_follower()
             turn.serving_since = time.monotonic()
-            box = [request]
-            del request
-            self._owner.serve(self, box.pop())
+            try:
+                holder = [rest.popleft()]
+            except IndexError:  # whoever ended the turn was faster
+                return
+            self._pool.ensure_follower()
+            self._handle(holder, turn)
+
+    def _handle(self, holder: list[Frame], turn: Turn | None) -> None:
+        """Handles one frame, and serves the request that it may be.
+
+        The frame is taken out of ``holder``, so that its memory dies with its user.
+        """
+        try:
+            request = self._owner.accept(self, holder.pop())
+        finally:
+            with self._lock:
+                self._undelivered -= 1
+            if self.connection.end is not None:
+                self.end_if_over()
+        if request is None:
+            return
+        if turn is not None and not turn.is_over and self._owner.is_slow(request):
+            self.end_turn(turn)
+        holder.append(request)
+        del request
+        self._owner.serve(self, holder.pop())
 
     def end_if_over(self) -> None:
         """Reports the end of the connection, once, when everything before it is handled."""

@@ -43,6 +43,9 @@ class Poller(Protocol):
     def wake(self) -> None:
         """Makes one waiting thread return."""
 
+    def wake_all(self) -> None:
+        """Makes all waiting threads return, and all who come later: it is the end."""
+
     def close(self) -> None:
         """Frees the poller's own descriptors."""
 
@@ -89,6 +92,10 @@ class EpollPoller:
     def wake(self) -> None:
         os.eventfd_write(self._bell, 1)
 
+    def wake_all(self) -> None:
+        os.eventfd_write(self._bell, 1)
+        self._epoll.modify(self._bell, select.EPOLLIN)  # level-triggered: it stays on
+
     def close(self) -> None:
         self._epoll.close()
         os.close(self._bell)
@@ -107,6 +114,7 @@ class SelectorPoller:
         self._ready: deque[Event] = deque()
         self._reported: set[int] = set()  # descriptors whose event in `_ready` counts
         self._num_visitors = 0
+        self._is_ending = False
         self._wakes = 0
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -151,7 +159,7 @@ class SelectorPoller:
         try:
             while not self._has_ready():
                 with self._lock:
-                    if self._num_visitors:
+                    if self._num_visitors or self._is_ending:
                         return None
                     if self._wakes:
                         self._wakes -= 1
@@ -212,6 +220,11 @@ class SelectorPoller:
     def wake(self) -> None:
         with self._lock:
             self._wakes += 1
+        self._ring()
+
+    def wake_all(self) -> None:
+        with self._lock:
+            self._is_ending = True
         self._ring()
 
     def _ring(self) -> None:

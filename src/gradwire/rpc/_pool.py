@@ -215,10 +215,9 @@ class WorkerPool:
             self._closed = True
             threads = [t for t in self._threads if t is not threading.current_thread()]
         limit = time.monotonic() + timeout_s
+        self.poller.wake_all()
         for thread in threads:
-            while thread.is_alive() and time.monotonic() < limit:
-                self.poller.wake()
-                thread.join(0.01)
+            thread.join(max(0.0, limit - time.monotonic()))
         stuck = [t.name for t in threads if t.is_alive()]
         if not stuck:
             self.poller.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import pickle
 import traceback
-from typing import Any, cast
+from typing import Any
 
 from gradwire.errors import RemoteError
 
@@ -24,99 +24,94 @@ Description = tuple[str, str, str, str, "bytes | None"]
 
 def describe(error: BaseException, worker: str) -> Description:
     """What is sent of an exception that was raised on ``worker``."""
-    if isinstance(error, RemoteError) and error.worker is not None:
-        worker = error.worker  # it only passes through here
     original = _original_type(type(error))
     name = f"{original.__module__}.{original.__qualname__}"
-    text = "".join(traceback.format_exception(error))
-    return worker, name, _safe_str(error), text, _pickled(error)
+    if isinstance(error, RemoteError) and error.worker is not None:
+        # It only passes through here.
+        worker, name = error.worker, error.remote_type or name
+    trace = "".join(traceback.format_exception(error))
+    return worker, name, _text_of(error), trace, _pickled(error)
 
 
 def rebuild(description: Description) -> BaseException:
     """The exception to raise on the caller."""
     worker, name, message, trace, data = description
+    error: BaseException | None = None
     if data is not None:
         try:
-            error = pickle.loads(data)
+            error = _revive(data)
         except Exception:  # the class cannot be imported here, or refuses
             error = None
-        if isinstance(error, Exception):
-            return _mark(error, worker, name, trace)
-    error = RemoteError(f"{name}: {message}" if message else name)
-    error.worker, error.remote_type, error.remote_traceback = worker, name, trace
+    if not isinstance(error, Exception):
+        error = RemoteError(f"{name}: {message}" if message else name)
+    # Where the class could not be combined with ours, these are just attributes.
+    error.worker, error.remote_type = worker, name  # type: ignore[attr-defined]
+    error.remote_traceback = trace  # type: ignore[attr-defined]
+    if not isinstance(error, RemoteError) and hasattr(error, "add_note"):
+        error.add_note(f"Raised on worker {worker!r}:\n{trace.rstrip()}")
     return error
 
 
-def _safe_str(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
+    cls = RemoteError if type(error) is RemoteError else _original_type(type(error))
     try:
-        return (
-            BaseException.__str__(error)
-            if isinstance(error, RemoteError)
-            else str(error)
-        )
+        if cls is RemoteError:
+            return BaseException.__str__(error)
+        return cls.__str__(error)
     except Exception:
-        return f"<{type(error).__name__} whose text cannot be made>"
+        return f"<{cls.__name__} whose text cannot be made>"
+
+
+# An exception travels as (class, arguments, state), as long as that is what its own
+# `__reduce__` says. Its `__init__` is not called again: the arguments that an exception
+# keeps are mostly not those that it was made with. Exceptions that reduce to something
+# else are pickled as they wish.
 
 
 def _pickled(error: BaseException) -> bytes | None:
-    # Only what also comes back is worth sending: many exception classes can be pickled
-    # but not unpickled. Exits and interrupts must not end the caller: they go as text.
+    # Exits and interrupts must not end the caller: they go as text.
     if not isinstance(error, Exception):
         return None
-    own = getattr(error, "_gradwire_original", None)
-    if isinstance(own, bytes):
-        return own
+    carried = error.__dict__.get(_CARRIED)
+    if isinstance(carried, bytes):
+        return carried
     try:
-        data = pickle.dumps(error, protocol=5)
-        pickle.loads(data)
+        reduced = error.__reduce_ex__(2)
+        if isinstance(reduced, tuple) and reduced[0] is type(error):
+            data = pickle.dumps((type(error), *reduced[1:3]), protocol=5)
+        else:
+            data = pickle.dumps(error, protocol=5)
+        _revive(data)  # only what also comes back is worth sending
     except Exception:
         return None
     return data
 
 
-def _mark(error: Exception, worker: str, name: str, trace: str) -> Exception:
-    if isinstance(error, RemoteError):
-        marked = error
-    else:
-        try:
-            marked = _as_remote(error)
-            marked._gradwire_original = pickle.dumps(error, protocol=5)  # type: ignore[attr-defined]
-        except Exception:
-            # The class cannot be combined with ours: at least nothing is lost.
-            error.worker, error.remote_type = worker, name  # type: ignore[attr-defined]
-            error.remote_traceback = trace  # type: ignore[attr-defined]
-            if hasattr(error, "add_note"):
-                error.add_note(f"Raised on worker {worker!r}:\n{trace.rstrip()}")
-            return error
-    marked.worker, marked.remote_type, marked.remote_traceback = worker, name, trace
-    return marked
+def _revive(data: bytes) -> Any:
+    loaded = pickle.loads(data)
+    if not isinstance(loaded, tuple):
+        return loaded
+    cls, args, *state = loaded
+    try:
+        error = _construct(_remote_class(cls), args, state)
+        error.__dict__[_CARRIED] = data
+    except TypeError:  # the class cannot be combined with ours
+        error = _construct(cls, args, state)
+    return error
 
 
-def _as_remote(error: Exception) -> RemoteError:
-    """The same exception, as an instance of both its class and `RemoteError`."""
-    cls = _remote_class(cast(Any, type(error)))
-    reduced = error.__reduce_ex__(2)
-    if isinstance(reduced, str) or reduced[0] is not type(error):
-        marked: RemoteError = cls.__new__(cls, *error.args)
-        marked.args = error.args
-        marked.__dict__.update(error.__dict__)
-        return marked
-    marked = _construct(cls, reduced[1])
-    if len(reduced) > 2 and reduced[2] is not None:
-        setstate = getattr(marked, "__setstate__", None)
-        if setstate is not None:
-            setstate(reduced[2])
-        else:
-            marked.__dict__.update(reduced[2])
-    return marked
+def _construct(cls: Any, args: tuple[Any, ...], state: list[Any]) -> Any:
+    error = cls.__new__(cls, *args)
+    # The builtin class below sets what it keeps beside ``args``, such as an errno.
+    builtin = next(c for c in cls.__mro__ if not c.__flags__ & _HEAP_TYPE)
+    builtin.__init__(error, *args)
+    if state and state[0] is not None:
+        error.__setstate__(state[0])
+    return error
 
 
-def _construct(cls: type[RemoteError], args: tuple[Any, ...]) -> RemoteError:
-    # `RemoteError` comes first in the method order, but the arguments are those of the
-    # user's class.
-    instance: RemoteError = cls.__new__(cls, *args)
-    _original_type(cls).__init__(instance, *args)
-    return instance
+_CARRIED = "_gradwire_carried"  # the bytes that an exception came from
+_HEAP_TYPE = 1 << 9  # flag of classes that were made by Python code
 
 
 @functools.lru_cache(maxsize=256)
@@ -140,12 +135,11 @@ def _original_type(cls: type[BaseException]) -> type[BaseException]:
 
 
 def _text_with_traceback(self: RemoteError) -> str:
-    text = _original_type(type(self)).__str__(self)
-    return (
-        f"{text}\n\nRaised on worker {self.worker!r}:\n{self.remote_traceback.rstrip()}"
-    )
+    trace = self.remote_traceback.rstrip()
+    return f"{_text_of(self)}\n\nRaised on worker {self.worker!r}:\n{trace}"
 
 
 def _reduce(self: RemoteError, protocol: int) -> tuple[Any, ...]:
-    facts = (self.worker, self.remote_type, "", self.remote_traceback)
-    return rebuild, ((*facts, self._gradwire_original),)  # type: ignore[attr-defined]
+    carried = self.__dict__[_CARRIED]
+    facts = (self.worker, self.remote_type, "", self.remote_traceback, carried)
+    return rebuild, (facts,)

@@ -48,8 +48,8 @@ class Turn:
         self.link = link
         self.is_over = False
         self.serving_since = 0.0  # 0: it reads or waits, which never takes long
-        # Requests that were read and not begun. Both the turn's thread and whoever
-        # ends the turn take from it.
+        # Frames that were read and not handled. Both the turn's thread and whoever ends
+        # the turn take from it.
         self.rest: deque[Any] = deque()
 
 

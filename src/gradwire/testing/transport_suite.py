@@ -213,12 +213,19 @@ class TransportSuite(ABC):
     ) -> tuple[Connection, Connection]:
         """Two connections: of the one who connected, and of the other."""
         client, server = self.channels()
-        ends = (
-            client.upgrade(limits, b""),
-            server.upgrade(server_limits or limits, b""),
+        return (
+            self.upgrade(client, limits),
+            self.upgrade(server, server_limits or limits),
         )
-        self._open.extend(ends)
-        return ends
+
+    def upgrade(
+        self, channel: Channel, limits: Limits = Limits(), leftover: bytes = b""
+    ) -> Connection:
+        """Turns a channel into a connection, which is closed in its place."""
+        connection = channel.upgrade(limits, leftover)
+        self._open.remove(channel)
+        self._open.append(connection)
+        return connection
 
     @staticmethod
     def read_bytes(channel: Channel, count: int, limit: int = 1 << 16) -> bytes:
@@ -363,14 +370,12 @@ class TransportSuite(ABC):
         """What was read behind the handshake belongs to the first frames."""
         client, server = self.channels()
         client.write(b"shake")
-        sender = client.upgrade(Limits(), b"")
-        self._open.append(sender)
+        sender = self.upgrade(client)
         for head in (b"first", b"", b"third"):
             sender.send(head)
         data = self.read_bytes(server, len(b"shake") + 20)
 
-        receiver = server.upgrade(Limits(), data[5:])
-        self._open.append(receiver)
+        receiver = self.upgrade(server, Limits(), data[5:])
 
         heads = [frame.head for frame in receive_frames(receiver, 3, sender)]
         assert heads == [b"first", b"", b"third"]
@@ -379,21 +384,18 @@ class TransportSuite(ABC):
         """Reads end anywhere."""
         client, server = self.channels()
         client.write(b"shake")
-        sender = client.upgrade(Limits(), b"")
-        self._open.append(sender)
+        sender = self.upgrade(client)
         sender.send(b"first")
         data = self.read_bytes(server, 8, limit=8)
 
-        receiver = server.upgrade(Limits(), data[5:])
-        self._open.append(receiver)
+        receiver = self.upgrade(server, Limits(), data[5:])
 
         assert receive_frames(receiver, 1, sender)[0].head == b"first"
 
     def test_upgrade_takes_leftover_larger_than_any_buffer(self) -> None:
         """Nothing in the interface bounds what was read already."""
         client, server = self.channels()
-        sender = client.upgrade(Limits(), b"")
-        self._open.append(sender)
+        sender = self.upgrade(client)
         heads = [bytes([n]) * 30_000 for n in range(20)]
         for head in heads:
             sender.send(head)
@@ -402,8 +404,7 @@ class TransportSuite(ABC):
             data += self.read_bytes(server, 1)
             sender.flush()
 
-        receiver = server.upgrade(Limits(), data)
-        self._open.append(receiver)
+        receiver = self.upgrade(server, Limits(), data)
 
         found = receive_frames(receiver, len(heads), sender)
         assert [frame.head for frame in found] == heads
@@ -415,14 +416,12 @@ class TransportSuite(ABC):
         """The peer may send a tensor before we have seen its last handshake record."""
         client, server = self.channels()
         server.write(b"welcome")
-        sender = server.upgrade(limits, b"")
-        self._open.append(sender)
+        sender = self.upgrade(server, limits)
         tensor = _pattern(_MIB)
         ticket = sender.send(b"head", [raw_buffer(tensor)])
         data = self.read_bytes(client, 7)
 
-        receiver = client.upgrade(limits, data[7:])
-        self._open.append(receiver)
+        receiver = self.upgrade(client, limits, data[7:])
 
         (frame,) = receive_frames(receiver, 1, sender)
         assert frame.head == b"head"

@@ -18,6 +18,7 @@ from gradwire.transport._stream import (
 )
 from gradwire.transport.base import Channel, Connection, Limits, Listener
 
+_MAX_DESCRIPTORS = 16
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 __all__ = ["SocketChannel", "SocketListener", "connect_socket"]
@@ -51,6 +52,9 @@ class SocketChannel(Channel):
         except OSError:
             return b""
         self._descriptors.extend(descriptors_in(ancillary))
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            self.close()  # no handshake comes with descriptors, few frames do
+            return b""
         return data
 
     def write(self, data: bytes) -> None:
@@ -72,13 +76,14 @@ class SocketChannel(Channel):
         return self._description
 
     def upgrade(self, limits: Limits, leftover: bytes) -> Connection:
+        descriptors, self._descriptors = self._descriptors, []
         return StreamConnection(
             self._scheme,
             self._sock,
             limits,
             leftover,
             shares_memory=self._shares_memory,
-            descriptors=self._descriptors,
+            descriptors=descriptors,
         )
 
     def close(self) -> None:

@@ -294,8 +294,12 @@ class StreamConnection(Connection):
                 self._forward()
         except (BlockingIOError, InterruptedError):
             return False
-        except OSError:
-            self._abandon()  # the reader finds the reason and reports the peer
+        except OSError as error:
+            self._abandon()
+            # The reader wakes up, finds the end, and reports the peer.
+            self.end = self.end or f"writing failed: {error.strerror or error}"
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
         return True
 
     def _next_write(self) -> Iterable[int]:

@@ -106,9 +106,11 @@ def find_global(module: str, qualname: str) -> Any:
         try:
             if loaded is None:
                 loaded = importlib.import_module(candidate)
-            if "." not in qualname:
-                return getattr(loaded, qualname)
-            return reduce(getattr, qualname.split("."), loaded)
+            try:
+                return _look_up(loaded, qualname)
+            except AttributeError:
+                # Another thread may still be importing it: this waits for that.
+                return _look_up(importlib.import_module(candidate), qualname)
         except Exception as error:
             # The first one tells more: __mp_main__ mostly does not exist at all.
             cause = cause or error
@@ -117,6 +119,12 @@ def find_global(module: str, qualname: str) -> Any:
         f"({type(cause).__name__}: {cause}). Functions and classes travel by name, not by "
         "code: this worker must be able to import them under the same name"
     ) from cause
+
+
+def _look_up(module: ModuleType, qualname: str) -> Any:
+    if "." not in qualname:
+        return getattr(module, qualname)
+    return reduce(getattr, qualname.split("."), module)
 
 
 def _verified(function: object, module: str | None, qualname: str | None) -> str | None:
