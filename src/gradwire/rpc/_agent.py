@@ -2,50 +2,43 @@
 
 It is made of parts with one job each, and this module ties them together:
 
-    WorkerPool   threads                    Dialer, Acceptor   connections and handshakes
-    Monitor      deadlines, heartbeats      Server             running others' requests
-    Peer, Link   another worker and the connection to it
+    WorkerPool   threads                   Network     who is there, and connections
+    Monitor      the clock                 Server      running others' requests
+    Peer, Link   another worker and the    Departure   graceful shutdown
+                 connection to it
 
 Nothing here is global: a process may hold several agents.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions, find_secret
-from gradwire._ids import WorkerInfo, check_rank, check_worker_name, new_incarnation
+from gradwire._ids import WorkerInfo, check_rank, check_worker_name
 from gradwire.errors import (
     CallTimeout,
-    ClosedError,
-    ConnectError,
-    ConnectTimeout,
     GradwireError,
-    HandshakeRefused,
     NotInitialized,
-    PeerLostError,
     RemoteProtocolError,
     TransportError,
-    UnknownWorker,
 )
-from gradwire.rpc import _handshake
 from gradwire.rpc._calls import PendingCall
-from gradwire.rpc._connect import Acceptor, Dialer, limits_of, refusal_for
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future, _refuse_in_event_loop
-from gradwire.rpc._handshake import PeerIdentity
-from gradwire.rpc._host import find_address, identify_host
 from gradwire.rpc._interceptors import registered_interceptors
 from gradwire.rpc._link import Link
 from gradwire.rpc._monitor import Monitor
+from gradwire.rpc._network import Network, usable_schemes
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
@@ -58,9 +51,9 @@ from gradwire.rpc._serving import (
     Server,
 )
 from gradwire.rpc._shutdown import Departure
+from gradwire.rpc._signals import interruptible, shielded
 from gradwire.rpc._turn import LONGEST_TURN_S, about_to_block
-from gradwire.transport import Connection, Frame, Listener, channel_pair, get_transport
-from gradwire.transport._tcp import format_address, parse_address
+from gradwire.transport import Frame
 from gradwire.wire import (
     Call,
     Failure,
@@ -84,7 +77,6 @@ _log = logging.getLogger("gradwire.rpc")
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
 _CLOSE_S = 5.0
-_DEFAULT_SCHEMES = ("unix", "tcp")
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
 _CALL_KIND = kind_of(Call)
 _CALL_BYTE = bytes([_CALL_KIND])
@@ -98,7 +90,6 @@ class Agent:
         rank: Its rank.
         world_size: Size of the group.
         options: See `RpcBackendOptions`.
-        rendezvous_host: Host of the rendezvous store, to find out our own address.
     """
 
     def __init__(
@@ -107,341 +98,39 @@ class Agent:
         rank: int,
         world_size: int,
         options: RpcBackendOptions,
-        rendezvous_host: str | None = None,
     ) -> None:
         self.info = WorkerInfo(check_worker_name(name), check_rank(rank))
         self.options = options
         self.rpc_timeout = options.rpc_timeout
-        self.incarnation = new_incarnation()
-        self._secret = find_secret(options)
-        self._schemes = self._usable_schemes()
+        secret = find_secret(options)
+        schemes = usable_schemes(options, secret)
         # From here on there are descriptors to close.
         self.pool = WorkerPool(name, options.num_worker_threads, self.turn_begins)
-        self._world_size = world_size
-        self._host = identify_host()
-        self._rendezvous_host = rendezvous_host
+        self.network = Network(
+            self.info, world_size, options, secret, schemes, self.pool, self
+        )
+        self.departure = Departure(self)
+        self.num_started = 0
         self._interceptors = registered_interceptors()
         self._server = Server(self, self._interceptors)
-        self._dialer = Dialer(
-            self._identify, self._secret, options, self._schemes, self._host
-        )
-        self._acceptor = Acceptor(
-            self.pool,
-            self._identify,
-            self._secret,
-            options,
-            self._admit,
-            self._on_accepted,
-        )
         self._monitor = Monitor(name, self._tick)
         self._ids = itertools.count(1)
-        # Guards the two tables of peers, `_links`, `_closed`: callers, threads that
-        # accept or lose a peer, the monitor.
-        self._lock = threading.RLock()
-        self._peers: dict[int, Peer] = {}
-        self._by_name: dict[str, Peer] = {}
-        self._links: dict[Link, Peer] = {}
-        self._joined = threading.Event()
-        self._closed = False
-        self._is_closing = False
-        self._last_tick = time.monotonic()
+        # Guards all below: callers and the monitor.
+        self._lock = threading.Lock()
         self._next_round = 0.0
-        self.num_started = 0
-        self.departure = Departure(self)
-
-    # ------------------------------------------------------------------- beginning
-
-    def _usable_schemes(self) -> tuple[str, ...]:
-        schemes = self.options.transports or _DEFAULT_SCHEMES
-        usable = []
-        for scheme in schemes:
-            transport = get_transport(scheme)
-            if transport.capabilities.needs_secret and self._secret is None:
-                if self.options.transports is not None:
-                    raise ConnectError(
-                        f"transport {scheme!r} needs a cluster secret: set GRADWIRE_SECRET "
-                        "or RpcBackendOptions(secret=...) to the same value on all workers"
-                    )
-                continue
-            if transport.is_available():
-                usable.append(scheme)
-        if not usable:
-            raise ConnectError(
-                f"none of the transports {', '.join(schemes)} can be used here; without "
-                "Unix sockets a cluster secret is needed: set GRADWIRE_SECRET"
-            )
-        return tuple(usable)
+        self._last_round = time.monotonic()
+        self._closed = False
 
     def start(self) -> WorkerRecord:
         """Listens and starts the threads; returns what others need to find us."""
-        addresses = {}
-        listeners: list[Listener] = []
-        label = f"gradwire-{self.incarnation:016x}"
         try:
-            for scheme in self._schemes:
-                transport = get_transport(scheme)
-                host = ""
-                if transport.capabilities.crosses_hosts:
-                    advertised = find_address(self.options, self._rendezvous_host)
-                    host = self.options.bind_address or advertised
-                listener = transport.listen(host, self.options.port, label)
-                listeners.append(listener)
-                addresses[scheme] = listener.address
-                if transport.capabilities.crosses_hosts:
-                    _, port = parse_address(listener.address)
-                    addresses[scheme] = format_address(advertised, port)
+            self.pool.start()
+            record = self.network.start()
         except BaseException:
-            for listener in listeners:
-                listener.close()
-            self.pool.poller.close()
+            self.pool.close(_CLOSE_S)
             raise
-        self.pool.start()
-        for listener in listeners:
-            self._acceptor.listen(listener)
         self._monitor.start()
-        record = WorkerRecord(
-            name=self.info.name,
-            rank=self.info.id,
-            incarnation=self.incarnation,
-            world_size=self._world_size,
-            boot_id=self._host.boot_id,
-            network_namespace=self._host.network_namespace,
-            addresses=addresses,
-        )
-        self._connect_to_self(record)
         return record
-
-    def _connect_to_self(self, record: WorkerRecord) -> None:
-        """Calls to oneself take the same way as all others."""
-        peer = Peer(
-            self.info, self.incarnation, self.options.max_inflight_bytes, record
-        )
-        self._enter(peer)
-        limits = limits_of(self.options)
-        ours, theirs = (c.upgrade(limits, b"") for c in channel_pair())
-        self._add_link(theirs, peer, 0.0)
-        peer.attach(self._add_link(ours, peer, 0.0))
-
-    def set_members(self, records: Sequence[WorkerRecord]) -> None:
-        """Learns who belongs to the group."""
-        with self._lock:
-            for record in records:
-                known = self._peers.get(record.rank)
-                if known is not None and known.incarnation == record.incarnation:
-                    known.record = record
-                    continue
-                info = WorkerInfo(record.name, record.rank)
-                self._enter(
-                    Peer(
-                        info,
-                        record.incarnation,
-                        self.options.max_inflight_bytes,
-                        record,
-                    )
-                )
-        if len(self._peers) == self._world_size:
-            self._joined.set()
-
-    def _enter(self, peer: Peer) -> None:
-        with self._lock:
-            old = self._peers.get(peer.info.id)
-            if old is not None and self._by_name.get(old.info.name) is old:
-                del self._by_name[old.info.name]
-            self._peers[peer.info.id] = peer
-            self._by_name[peer.info.name] = peer
-
-    # ----------------------------------------------------------------- connections
-
-    def _identify(self) -> PeerIdentity:
-        return PeerIdentity(*self.info, self.incarnation, time.monotonic())
-
-    def _admit(self, identity: PeerIdentity) -> _handshake.Refusal | None:
-        with self._lock:
-            known = self._peers.get(identity.rank)
-            refusal = refusal_for(
-                identity,
-                own_rank=self.info.id,
-                own_name=self.info.name,
-                known=known,
-                namesake=self._by_name.get(identity.name),
-                is_closing=self._is_closing,
-                world_size=self._world_size,
-            )
-            if refusal is None and (
-                known is None or known.incarnation != identity.incarnation
-            ):
-                info = WorkerInfo(identity.name, identity.rank)
-                self._enter(
-                    Peer(info, identity.incarnation, self.options.max_inflight_bytes)
-                )
-            return refusal
-
-    def _on_accepted(self, connection: Connection, identity: PeerIdentity) -> None:
-        peer = self._peers.get(identity.rank)
-        if peer is None or peer.incarnation != identity.incarnation:
-            connection.close()  # it was replaced while it shook hands
-            return
-        self._attach(connection, peer, identity.clock - time.monotonic())
-
-    def _attach(self, connection: Connection, peer: Peer, offset: float) -> Link:
-        link = self._add_link(connection, peer, offset, start=False)
-        if not peer.attach(link):
-            self._drop_link(link)
-            existing = peer.link
-            if existing is None:
-                raise peer.error()
-            return existing
-        link.start()
-        return link
-
-    def _add_link(
-        self, connection: Connection, peer: Peer, offset: float, *, start: bool = True
-    ) -> Link:
-        link = Link(connection, self.pool, self)
-        link.clock_offset = offset
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._links[link] = peer
-        if closed:
-            link.close()
-            raise ClosedError("the agent is shut down")
-        if start:
-            link.start()
-        return link
-
-    def _drop_link(self, link: Link) -> None:
-        with self._lock:
-            self._links.pop(link, None)
-        link.close()
-
-    def _link_to(self, peer: Peer, deadline: float) -> Link:
-        """The connection to a peer; opened here and now if there is none."""
-        if self._closed:
-            raise NotInitialized(
-                f"worker {self.info.name!r} is shut down; calls are no longer possible"
-            )
-        limit = time.monotonic() + self.options.connect_timeout
-        if deadline:
-            limit = min(limit, deadline)
-        with peer.changed:
-            while peer.is_dialing and peer.link is None and peer.fate is None:
-                if not peer.changed.wait(max(0.0, limit - time.monotonic())):
-                    raise self._connect_timeout(peer)
-            if peer.fate is not None:
-                raise peer.error()
-            if peer.link is not None:
-                return peer.link
-            peer.is_dialing = True
-        try:
-            record = self._record_of(peer, limit)
-            connection, offset = self._dialer.dial(record, limit)
-            return self._attach(connection, peer, offset)
-        except HandshakeRefused as error:
-            if error.code != _handshake.GLARE:
-                raise
-        finally:
-            with peer.changed:
-                peer.is_dialing = False
-                peer.changed.notify_all()
-        # It dials us at this very moment, and its connection is the one that is kept.
-        link = peer.wait_for_link(limit)
-        if link is None:
-            raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
-        return link
-
-    def _record_of(self, peer: Peer, limit: float) -> WorkerRecord:
-        if peer.record is None and not self._joined.is_set():
-            about_to_block()  # it called us before we knew the whole group
-            self._joined.wait(max(0.0, limit - time.monotonic()))
-        if peer.record is None:
-            raise ConnectError(
-                f"the address of worker {peer.info.name!r} is not known",
-                worker=peer.info.name,
-            )
-        return peer.record
-
-    def _connect_timeout(self, peer: Peer) -> ConnectTimeout:
-        return ConnectTimeout(
-            f"no connection to worker {peer.info.name!r} (rank {peer.info.id}) could be "
-            f"opened within the limit (option connect_timeout, or the call's deadline)",
-            worker=peer.info.name,
-        )
-
-    def connect(self, peer: Peer) -> None:
-        """Opens the connection to a peer if there is none."""
-        if peer.link is None or not peer.is_usable:
-            self._link_to(peer, 0.0)
-
-    def contact(self, record: WorkerRecord) -> bool:
-        """Whether the worker of a record lives; connects to it, so that it knows us."""
-        self.set_members([record])
-        peer = self._peers[record.rank]
-        try:
-            self._link_to(peer, 0.0)
-        except HandshakeRefused as error:
-            if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
-                return False
-            raise
-        except (ConnectError, ConnectTimeout, PeerLostError):
-            return False
-        return True
-
-    def probe(self, record: WorkerRecord) -> bool:
-        """Whether somebody who holds our own rank or name answers."""
-        limit = time.monotonic() + self.options.connect_timeout
-        try:
-            connection, _ = self._dialer.dial(record, limit)
-        except HandshakeRefused as error:
-            return error.code == _handshake.TAKEN
-        except GradwireError:
-            return False
-        connection.close()
-        return True
-
-    # ------------------------------------------------------------------ destinations
-
-    def find(self, to: object) -> Peer:
-        """The peer that a destination means.
-
-        Raises:
-            ValueError: It is neither name, rank nor WorkerInfo.
-            UnknownWorker: There is no such worker.
-        """
-        if type(to) is str:
-            peer = self._by_name.get(to)
-        elif type(to) is int:
-            peer = self._peers.get(to)
-        elif isinstance(to, tuple) and isinstance(to, WorkerInfo):
-            peer = self._peers.get(to.id)
-            if peer is not None and peer.info.name != to.name:
-                peer = None
-        elif isinstance(to, str):
-            return self.find(str(to))
-        else:
-            raise ValueError(
-                "a destination is a worker's name (str), rank (int) or WorkerInfo, not "
-                f"{type(to).__name__}: {to!r}"
-            )
-        if peer is None and not self._joined.is_set():
-            # Others may call us before we know the whole group; their handlers wait.
-            about_to_block()
-            if self._joined.wait(self.options.init_timeout):
-                return self.find(to)
-        if peer is None:
-            known = ", ".join(
-                f"{p.info.name!r}" for p in list(self._peers.values())[:16]
-            )
-            raise UnknownWorker(
-                f"worker {self.info.name!r} could not find destination {to!r}; the group "
-                f"has {len(self._peers)} workers: {known}"
-            )
-        return peer
-
-    def workers(self) -> list[WorkerInfo]:
-        """All members, by rank."""
-        with self._lock:
-            return sorted((p.info for p in self._peers.values()), key=lambda i: i.id)
 
     # ----------------------------------------------------------------------- calling
 
@@ -455,8 +144,13 @@ class Agent:
     ) -> Any:
         """Calls a function on another worker and waits for the result."""
         _refuse_in_event_loop()
-        call = self._start_call(to, function, args, kwargs, timeout, False)
-        self._await(call, None)
+        with shielded():
+            call = self._start_call(to, function, args, kwargs, timeout, False)
+            try:
+                self._await(call, None)
+            except BaseException:  # a signal handler raised: nobody waits any more
+                self._give_up(call)
+                raise
         if call.error is not None:
             raise call.error
         return call.value
@@ -470,7 +164,8 @@ class Agent:
         timeout: float = UNSET_TIMEOUT,
     ) -> Future[Any]:
         """Calls a function on another worker; the result comes through a future."""
-        call = self._start_call(to, function, args, kwargs, timeout, True)
+        with shielded():
+            call = self._start_call(to, function, args, kwargs, timeout, True)
         future = call.future
         if future is None:  # it is done already: the peer was lost meanwhile
             future = Future(outcome=call, executor=self._run_callback)
@@ -486,7 +181,7 @@ class Agent:
         timeout: float,
         is_async: bool,
     ) -> PendingCall:
-        peer = self.find(to)
+        peer = self.network.find(to)
         if not callable(function):
             raise TypeError(
                 f"function should be callable, found {type(function).__name__}"
@@ -494,7 +189,7 @@ class Agent:
         deadline = self._deadline(timeout)
         link = peer.link
         if link is None or peer.fate is not None:
-            link = self._link_to(peer, deadline)
+            link = self.network.link_to(peer, deadline)
         target = name_of(function)
         if type(args) is not tuple:
             args = _as_tuple(args)
@@ -559,7 +254,7 @@ class Agent:
         if ticket is not None:
             left = call.deadline - time.monotonic() if call.deadline else None
             # The peer reads at all times, so this ends with its life at the latest.
-            if not ticket.wait(left):
+            if not interruptible(ticket.wait, left):
                 ticket.detach()
 
     def _deadline(self, timeout: float) -> float:
@@ -601,21 +296,22 @@ class Agent:
             False if ``timeout_s`` came first. The call's own deadline finishes it.
         """
         link = call.link
-        peer = self._links.get(link)
+        peer = self.network.peer_of(link)
         limit = call.deadline
         if timeout_s is not None:
             own_limit = time.monotonic() + timeout_s
             limit = min(limit, own_limit) if limit else own_limit
-        link.flush()
-        about_to_block()
-        if peer is not None and not call.done and thread_state_is_clean():
-            link.read_as_caller(lambda: call.done, limit, peer.calls)
-        if not call.done:
-            link.waits_elsewhere(+1)
-            try:
-                self._wait_for_others(call, peer, limit)
-            finally:
-                link.waits_elsewhere(-1)
+        with shielded():
+            link.flush()
+            about_to_block()
+            if peer is not None and not call.done and thread_state_is_clean():
+                link.read_as_caller(lambda: call.done, limit, peer.calls)
+            if not call.done:
+                link.waits_elsewhere(+1)
+                try:
+                    self._wait_for_others(call, peer, limit)
+                finally:
+                    link.waits_elsewhere(-1)
         return call.done
 
     def _wait_for_others(
@@ -627,6 +323,11 @@ class Agent:
             if peer is None or limit != call.deadline:
                 return
             self._expire(peer, call)
+
+    def _give_up(self, call: PendingCall) -> None:
+        peer = self.network.peer_of(call.link)
+        if peer is not None:
+            peer.calls.give_up(call)
 
     def _expire(self, peer: Peer, call: PendingCall) -> None:
         if peer.calls.give_up(call):
@@ -656,7 +357,7 @@ class Agent:
 
     def accept(self, link: Link, frame: Frame) -> Any:
         """See `LinkOwner`."""
-        peer = self._links.get(link)
+        peer = self.network.peer_of(link)
         if peer is None:
             return None  # the peer is lost, or we are closed
         try:
@@ -730,8 +431,9 @@ class Agent:
         if type(message) is Heartbeat:
             # Travel time makes samples too small, so the largest is the truest; it may
             # shrink again, slowly, as clocks drift.
-            sample = message.sent_at - time.monotonic()
-            link.clock_offset = max(link.clock_offset - 1e-3, sample)
+            if not link.shares_clock:
+                sample = message.sent_at - time.monotonic()
+                link.clock_offset = max(link.clock_offset - 1e-3, sample)
         elif type(message) is Goodbye:
             self.lose(peer, message.reason or "it shut down", left=True)
         else:
@@ -743,16 +445,16 @@ class Agent:
 
     def link_ended(self, link: Link, reason: str) -> None:
         """See `LinkOwner`."""
-        peer = self._links.get(link)
+        peer = self.network.peer_of(link)
         if peer is not None and peer.link in (link, None):
             self.lose(peer, reason)
-        self._drop_link(link)
+        self.network.drop_link(link)
 
     def lose(self, peer: Peer, reason: str, *, left: bool = False) -> None:
         """Ends everything that depends on a peer. Idempotent."""
         if not peer.end(reason, left=left):
             return
-        if not left and not self._is_closing:
+        if not left and not self.network.is_closing:
             _log.warning(
                 "worker %s lost worker %s (rank %d): %s",
                 self.info.name,
@@ -760,10 +462,9 @@ class Agent:
                 peer.info.id,
                 reason,
             )
-        with self._lock:
-            links = [link for link, owner in self._links.items() if owner is peer]
-        for link in links:
-            self._drop_link(link)
+        for link, owner in self.network.links():
+            if owner is peer:
+                self.network.drop_link(link)
         for call in peer.calls.take_all():
             self._settle_from_anywhere(call, peer.error())
         for interceptor in self._interceptors:
@@ -793,7 +494,7 @@ class Agent:
     def _tick(self, now: float) -> float:
         """Looks at turns, and now and then at the rest; says when to come again."""
         serving = self.pool.check_stall()
-        for link in list(self._links):
+        for link, _ in self.network.links():
             serving = link.check_turn(now) or serving
         if now >= self._next_round:
             with self._lock:
@@ -814,19 +515,14 @@ class Agent:
         """Deadlines, heartbeats, losses, leftovers; says when to come again."""
         interval = self.options.lost_after / 4
         # If we ourselves slept (a stopped process, a laptop lid), nobody else is late.
-        slept = now - self._last_tick > self.options.lost_after / 2
-        self._last_tick = now
-        with self._lock:
-            peers = list(self._peers.values())
-            links = list(self._links.items())
+        slept = now - self._last_round > self.options.lost_after / 2
+        self._last_round = now
         due = now + min(interval, 1.0)
-        for peer in peers:
+        for peer in self.network.peers():
             for call in peer.calls.overdue(now):
-                if call.future is None:
-                    continue  # its caller waits and looks at the clock itself
                 self.pool.submit(functools.partial(self._expire, peer, call))
             due = min(due, max(peer.calls.next_deadline(), now))
-        for link, peer in links:
+        for link, peer in self.network.links():
             if slept:
                 link.last_received = now
             if now - link.last_received > self.options.lost_after:
@@ -839,7 +535,7 @@ class Agent:
                     link.send(encode(Heartbeat(now)).head)
             except TransportError:
                 pass  # its reader notices too, and knows why
-        self._acceptor.keep_house(now)
+        self.network.keep_house(now)
         return due
 
     # ----------------------------------------------------------------------------- end
@@ -852,10 +548,10 @@ class Agent:
     def pending_calls(self) -> list[str]:
         """What was called where and is not answered yet."""
         return [
-            f"{target} on {peer.info.name!r}"
-            for peer in list(self._peers.values())
-            for target in peer.calls.describe()
-            if not target.startswith(INTERNAL_PREFIX)
+            f"{call.target} on {peer.info.name!r}"
+            for peer in self.network.peers()
+            for call in peer.calls.pending()
+            if not call.target.startswith(INTERNAL_PREFIX)
         ]
 
     @property
@@ -863,17 +559,9 @@ class Agent:
         """Requests of others that we have not answered yet."""
         return self._server.num_active
 
-    def peers(self) -> list[Peer]:
-        """All members but this one, by rank."""
-        with self._lock:
-            others = [p for p in self._peers.values() if p.info.id != self.info.id]
-        return sorted(others, key=lambda p: p.info.id)
-
     def debug_info(self) -> dict[str, Any]:
         """Counts of what there is at the moment."""
-        with self._lock:
-            links = list(self._links.items())
-            peers = list(self._peers.values())
+        links, peers = self.network.links(), self.network.peers()
         counters: dict[str, int] = {}
         for link, _ in links:
             for key, value in link.connection.counters().items():
@@ -903,32 +591,31 @@ class Agent:
         with self._lock:
             if self._closed:
                 return []
-            self._is_closing = True
-            links = list(self._links.items())
-        farewell = encode(Goodbye(reason)).head
-        for link, _ in links:
-            try:
-                link.send(farewell)
-            except GradwireError:
-                pass
-        with self._lock:
             self._closed = True
-            links = list(self._links.items())
-            peers = list(self._peers.values())
-        self._joined.set()
-        self._acceptor.close()
+        self.network.is_closing = True
+        farewell = encode(Goodbye(reason)).head
+        for link, _ in self.network.links():
+            with contextlib.suppress(GradwireError):
+                link.send(farewell)
         self._monitor.close()
         error = NotInitialized(
             f"worker {self.info.name!r} was shut down while the call was in flight"
         )
-        for peer in peers:
+        for peer in self.network.peers():
             peer.end("this worker was shut down", left=True)
             for call in peer.calls.take_all():
                 call.settle(None, error)
-        for link, _ in links:
-            self._drop_link(link)
+        self.network.close()
         self._server.close(_CLOSE_S)
-        return self.pool.close(_CLOSE_S)
+        stuck = self.pool.close(_CLOSE_S)
+        if stuck:
+            _log.warning(
+                "worker %s is shut down, but %d handlers or callbacks still run: %s",
+                self.info.name,
+                len(stuck),
+                ", ".join(stuck[:8]),
+            )
+        return stuck
 
 
 def _as_tuple(args: object) -> tuple[Any, ...]:

@@ -12,7 +12,6 @@ from gradwire.errors import NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future
-from gradwire.rpc._host import rendezvous_host
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._rendezvous import Rendezvous
 from gradwire.rpc._store import open_store
@@ -103,17 +102,18 @@ def _begin(
     name: str, rank: int | None, world_size: int | None, options: RpcBackendOptions
 ) -> _Session:
     store, rank, world_size = open_store(options, rank, world_size)
-    agent = Agent(name, rank, world_size, options, rendezvous_host(options))
+    agent = Agent(name, rank, world_size, options)
     record = agent.start()
 
     def contact(other: WorkerRecord) -> bool:
-        return agent.probe(other) if other.rank == rank else agent.contact(other)
+        network = agent.network
+        return network.probe(other) if other.rank == rank else network.contact(other)
 
     try:
         rendezvous = Rendezvous(
             store, record, world_size, options.init_timeout, contact
         )
-        agent.set_members(rendezvous.join())
+        agent.network.set_members(rendezvous.join())
     except BaseException:
         agent.close("its init_rpc failed")
         raise
@@ -205,7 +205,7 @@ def rpc_async(
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and rank of a worker of the group, by default of this one."""
     agent = _agent()
-    return agent.info if worker_name is None else agent.find(worker_name).info
+    return agent.info if worker_name is None else agent.network.find(worker_name).info
 
 
 def get_rpc_timeout() -> float:

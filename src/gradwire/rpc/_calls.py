@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gradwire.rpc._future import Future, Outcome
+from gradwire.rpc._signals import interruptible
 
 if TYPE_CHECKING:
     from gradwire.rpc._link import Link
@@ -22,7 +23,16 @@ __all__ = ["CallTable", "Credits", "PendingCall"]
 class PendingCall(Outcome):
     """One call that was sent and not answered yet."""
 
-    __slots__ = ("await_answer", "cost", "deadline", "future", "id", "link", "target")
+    __slots__ = (
+        "await_answer",
+        "cost",
+        "deadline",
+        "future",
+        "id",
+        "is_given_up",
+        "link",
+        "target",
+    )
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class PendingCall(Outcome):
         self.link = link
         self.await_answer = await_answer
         self.future: Future[Any] | None = None
+        self.is_given_up = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the answer; see `Outcome.wait`."""
@@ -58,66 +69,63 @@ class PendingCall(Outcome):
 class CallTable:
     """The unanswered calls to one peer, and the bytes that they make it hold.
 
-    A call that timed out stays accounted for until the peer answers after all: it still
-    holds the request.
+    A call that nobody waits for any more stays until the peer answers after all: it
+    still holds the request.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.credits = Credits(max_bytes)
-        self._pending: dict[int, PendingCall] = {}
-        self._overdue: dict[int, int] = {}
+        self._unanswered: dict[int, PendingCall] = {}
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._unanswered)
 
     def add(self, call: PendingCall) -> None:
         """Enters a call, before it is sent."""
-        self._pending[call.id] = call
+        self._unanswered[call.id] = call
 
     def take(self, call_id: int) -> PendingCall | None:
         """The call that an answer belongs to; None if nobody waits for it any more."""
-        call = self._pending.pop(call_id, None)
-        cost = self._overdue.pop(call_id, 0) if call is None else call.cost
-        if cost:
-            self.credits.give(cost)
-        return call
+        call = self._unanswered.pop(call_id, None)
+        if call is None:
+            return None
+        self.credits.give(call.cost)
+        return None if call.is_given_up else call
 
     def give_up(self, call: PendingCall) -> bool:
         """Stops waiting for a call; False if it was answered meanwhile."""
-        # The bytes are entered first: an answer that comes in between returns them.
-        self._overdue[call.id] = call.cost
-        if self._pending.pop(call.id, None) is None:
-            self._overdue.pop(call.id, None)
+        if call.id not in self._unanswered:
             return False
+        # An answer may come right now. Both sides then finish the call, which counts
+        # once, and the answer alone returns the bytes.
+        call.is_given_up = True
         return True
 
     def take_all(self) -> list[PendingCall]:
-        """Empties the table: the peer is lost."""
+        """Empties the table: the peer is lost. Returns the calls that are waited for."""
         calls = []
-        while self._pending:
+        while self._unanswered:
             try:
-                _, call = self._pending.popitem()
+                _, call = self._unanswered.popitem()
             except KeyError:
                 break
             calls.append(call)
-        self._overdue.clear()
         self.credits.close()
-        return calls
+        return [c for c in calls if not c.is_given_up]
+
+    def pending(self) -> list[PendingCall]:
+        """The calls that somebody waits for."""
+        return [c for c in list(self._unanswered.values()) if not c.is_given_up]
 
     def overdue(self, now: float) -> list[PendingCall]:
-        """The calls whose deadline has passed."""
-        return [c for c in list(self._pending.values()) if 0 < c.deadline <= now]
+        """Those of them whose deadline has passed."""
+        return [c for c in self.pending() if 0 < c.deadline <= now]
 
     def next_deadline(self) -> float:
         """The earliest deadline, infinity if there is none."""
         return min(
-            (c.deadline for c in list(self._pending.values()) if c.deadline),
-            default=float("inf"),
+            (c.deadline for c in self.pending() if c.deadline), default=float("inf")
         )
-
-    def describe(self) -> list[str]:
-        """What is in flight, for error texts."""
-        return [c.target for c in list(self._pending.values())]
 
 
 class Credits:
@@ -149,7 +157,7 @@ class Credits:
                     return False
                 self._num_waiting += 1
                 try:
-                    self._given.wait(left)
+                    interruptible(self._given.wait, left)
                 finally:
                     self._num_waiting -= 1
             self._used += cost

@@ -26,6 +26,7 @@ from gradwire.rpc._host import HostIdentity
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import readiness
 from gradwire.transport import Channel, Connection, Limits, Listener, get_transport
 
@@ -99,7 +100,8 @@ class Dialer:
         scheme = self.choose(record)
         left = deadline - time.monotonic()
         try:
-            channel = get_transport(scheme).connect(record.addresses[scheme], left)
+            transport = get_transport(scheme)
+            channel = interruptible(transport.connect, record.addresses[scheme], left)
         except ConnectError as error:
             raise ConnectError(
                 f"cannot connect to worker {record.name!r} (rank {record.rank}) by {scheme} "
@@ -134,7 +136,7 @@ class Dialer:
                 )
             data = channel.read(_READ_BYTES)
             if data is None:
-                readiness(channel.fileno())(left * 1e3)
+                interruptible(readiness(channel.fileno()), left * 1e3)
             elif not data:
                 raise ConnectError(
                     f"worker {record.name!r} closed the connection during the handshake",
@@ -375,7 +377,7 @@ def refusal_for(
             return refuse(
                 _handshake.TAKEN,
                 f"name {identity.name!r} or rank {identity.rank} is taken by worker "
-                f"{other.info.name!r} of rank {other.info.id}, which is still connected",
+                f"{other.info.name!r} of rank {other.info.id}",
             )
     if known is not None and known.incarnation == identity.incarnation:
         if not known.is_usable:

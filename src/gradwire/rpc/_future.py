@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from gradwire.errors import DeadlineExceeded, UsageError
+from gradwire.rpc._signals import interruptible
 from gradwire.rpc._turn import about_to_block
 
 __all__ = ["Future", "Outcome"]
@@ -85,7 +86,8 @@ class Outcome:
             self._waiters.append(waiter)
         # A lock with a limit can be interrupted by signals on every platform; one
         # without cannot on Windows.
-        while not waiter.acquire(timeout=3600.0 if timeout_s is None else timeout_s):
+        limit = 3600.0 if timeout_s is None else timeout_s
+        while not interruptible(waiter.acquire, timeout=limit):
             if timeout_s is not None:
                 return self.done
         return True

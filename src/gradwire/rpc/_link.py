@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from gradwire.errors import ProtocolError
 from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import SpinGauge, readiness
 from gradwire.rpc._turn import LONGEST_TURN_S, Turn, current_turn, set_turn
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
@@ -60,6 +61,7 @@ class Link:
         self, connection: Connection, pool: WorkerPool, owner: LinkOwner
     ) -> None:
         self.connection = connection
+        self.shares_clock = True  # processes of one host do
         self.clock_offset = 0.0  # the peer's monotonic clock minus ours
         self.last_received = self.last_sent = time.monotonic()
         self._pool = pool
@@ -219,6 +221,7 @@ class Link:
         """Reads on the calling thread, which waits for an answer.
 
         It handles all answers that come, but runs no handler: requests go to the pool.
+        The main thread must be inside `shielded`.
         Returns when the caller need not wait any more, at the deadline, or when another
         thread reads; the caller then has to wait in some other way.
 
@@ -238,7 +241,7 @@ class Link:
         set_turn(turn)
         try:
             while not is_done():
-                self._wait(deadline)
+                interruptible(self._wait, deadline)
                 frames = self._receive()
                 if frames:
                     self._owner.turn_begins()

@@ -124,10 +124,12 @@ class WorkerPool:
 
     def _call_for_help(self) -> None:
         with self._lock:
-            if self._idle == 0 and not self._closed:
+            if self._closed:
+                return  # nobody is left, or all are awake
+            if self._idle == 0:
                 self._spawn()
-                return
-        self.poller.wake()
+            else:
+                self.poller.wake()
 
     def _spawn(self) -> None:
         # Counted as idle at once, so that two callers do not both spawn.
@@ -162,6 +164,9 @@ class WorkerPool:
             with self._lock:
                 self._idle -= 1
                 self._threads.discard(threading.current_thread())
+                is_last = self._closed and not self._threads
+            if is_last:
+                self.poller.close()
 
     def _may_leave(self) -> bool:
         with self._lock:
@@ -211,14 +216,15 @@ class WorkerPool:
         Returns:
             The names of those that were still busy after ``timeout_s``.
         """
-        with self._lock:
-            self._closed = True
-            threads = [t for t in self._threads if t is not threading.current_thread()]
         limit = time.monotonic() + timeout_s
-        self.poller.wake_all()
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+            threads = [t for t in self._threads if t is not threading.current_thread()]
+            # The last thread that leaves closes the poller; it needs the lock for that.
+            if self._threads:
+                self.poller.wake_all()
+            elif not was_closed:
+                self.poller.close()
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))
-        stuck = [t.name for t in threads if t.is_alive()]
-        if not stuck:
-            self.poller.close()
-        return stuck
+        return [t.name for t in threads if t.is_alive()]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -58,9 +58,7 @@ _FIRST_DELAY_S = 0.005
 _LAST_DELAY_S = 0.05
 # A worker may die between a post and its count; look at everything now and then.
 _FULL_LOOK_S = 1.0
-# Two workers that exclude each other both fail. The first to notice stays visible for
-# some looks of the other, which would else wait for it until its timeout.
-_LINGER_S = 0.3
+_MAX_CONFLICT_BYTES = 1024
 
 
 def _worker_key(rank: int) -> str:
@@ -71,6 +69,21 @@ def _ready_key(rank: int) -> str:
     return f"ready/{rank}"
 
 
+def _conflict_key(rank: int) -> str:
+    return f"conflict/{rank}"
+
+
+class _Conflict(msgspec.Struct):
+    """Why a worker cannot be in one group with the one that this is addressed to.
+
+    Two workers that exclude each other both fail. The first to notice leaves word for
+    the other, which would else wait for it until its timeout.
+    """
+
+    incarnation: int
+    text: str
+
+
 class _View(NamedTuple):
     """One look at the store."""
 
@@ -78,6 +91,7 @@ class _View(NamedTuple):
     digest: str  # of all records; empty while some are missing
     ready: frozenset[int]  # ranks that posted this very digest
     complete: bytes | None  # digest that somebody has seen complete
+    conflict: str | None = None  # what another worker has against this one
 
 
 _NOTHING = _View({}, "", frozenset(), None)
@@ -212,17 +226,20 @@ class Rendezvous:
             # as its own.
             self._swap("", self._text)
             self._store.add("changes", 1)
+        conflict = self._read_conflict()
         if len(records) < self._world_size:
-            return _View(records, "", frozenset(), complete)
+            return _View(records, "", frozenset(), complete, conflict)
         digest = membership_digest(records.values())
         ready = frozenset(
             rank
             for rank in records
             if read_key(self._store, _ready_key(rank)) == digest.encode()
         )
-        return _View(records, digest, ready, complete)
+        return _View(records, digest, ready, complete, conflict)
 
     def _check_conflicts(self, view: _View) -> None:
+        if view.conflict is not None:
+            raise UsageError(view.conflict)
         me = self._record
         own = view.records.get(me.rank)
         if own is not None and own.incarnation != me.incarnation:
@@ -235,26 +252,45 @@ class Rendezvous:
         by_name: dict[str, WorkerRecord] = {}
         for record in view.records.values():
             if record.world_size != me.world_size and self._is_answering(record):
-                self._linger()
-                raise UsageError(
+                self._quarrel(
+                    record,
                     f"all workers must be given the same world_size: worker {me.name!r} "
                     f"(rank {me.rank}) has {me.world_size}, worker {record.name!r} (rank "
-                    f"{record.rank}) has {record.world_size}"
+                    f"{record.rank}) has {record.world_size}",
                 )
             twin = by_name.setdefault(record.name, record)
             if twin is record:
                 continue
             if self._is_answering(twin) and self._is_answering(record):
-                self._linger()
-                raise UsageError(
+                self._quarrel(
+                    record if twin.rank == me.rank else twin,
                     f"worker name {record.name!r} is not unique: ranks {twin.rank} and "
-                    f"{record.rank} both have it; give every worker a name of its own"
+                    f"{record.rank} both have it; give every worker a name of its own",
                 )
             if not self._is_answering(twin):
                 by_name[record.name] = record
 
-    def _linger(self) -> None:
-        time.sleep(min(_LINGER_S, max(self._deadline - time.monotonic(), 0.0)))
+    def _quarrel(self, other: WorkerRecord, text: str) -> NoReturn:
+        """Raises the error here, and leaves word for the other worker."""
+        conflict = _Conflict(other.incarnation, text)
+        self._store.set(
+            _conflict_key(other.rank), msgspec.json.encode(conflict).decode()
+        )
+        self._store.add("changes", 1)
+        raise UsageError(text)
+
+    def _read_conflict(self) -> str | None:
+        """What another worker, which has given up by now, had against this one."""
+        data = read_key(self._store, _conflict_key(self._record.rank))
+        if data is None:
+            return None
+        try:
+            conflict = msgspec.json.decode(data[:_MAX_CONFLICT_BYTES], type=_Conflict)
+        except (msgspec.DecodeError, ValueError):
+            return None  # not a word of ours; no reason to fail
+        if conflict.incarnation != self._record.incarnation:
+            return None
+        return "".join(c for c in conflict.text if c.isprintable())
 
     def _is_answering(self, record: WorkerRecord) -> bool:
         if record.incarnation == self._record.incarnation:
@@ -372,6 +408,8 @@ class Rendezvous:
             self._record.incarnation
         ):
             self._store.delete_key(self._key)
+        if self._read_conflict() is not None:
+            self._store.delete_key(_conflict_key(self._record.rank))
         ready_key = _ready_key(self._record.rank)
         posted = self._snapshot.digest
         if posted and read_key(self._store, ready_key) == posted.encode():

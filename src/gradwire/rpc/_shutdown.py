@@ -108,17 +108,21 @@ class Departure:
 
     def _coordinator(self) -> Peer | None:
         """The worker that coordinates; None if it is this one."""
-        for peer in self._agent.peers():
-            if peer.info.id > self._agent.info.id:
+        for peer in self._agent.network.peers():
+            if peer.info.id >= self._agent.info.id:
                 break
             if peer.is_usable:
                 return peer
         return None
 
+    def _others(self) -> list[Peer]:
+        me = self._agent.info
+        return [p for p in self._agent.network.peers() if p.is_usable and p.info != me]
+
     def _ensure_connected(self, coordinator: Peer) -> None:
         # Only a connection tells us when the coordinator dies.
         try:
-            self._agent.connect(coordinator)
+            self._agent.network.connect(coordinator)
         except GradwireError as error:
             self._agent.lose(coordinator, f"it cannot be reached: {error}")
 
@@ -128,7 +132,7 @@ class Departure:
             previous, numbers = numbers, self._round(deadline, timeout_s)
             if numbers == previous:
                 break
-        others = [p for p in self._agent.peers() if p.is_usable]
+        others = self._others()
         acknowledged = []
         for peer in others:
             try:
@@ -146,9 +150,7 @@ class Departure:
     def _round(self, deadline: float, timeout_s: float) -> dict[int, int]:
         """The numbers of all workers, each asked for when that worker is quiet."""
         asked: list[tuple[Peer, Future[int]]] = []
-        for peer in self._agent.peers():
-            if not peer.is_usable:
-                continue
+        for peer in self._others():
             try:
                 asked.append(
                     (peer, self._agent.call_async(peer.info, _report, timeout=0))

@@ -15,16 +15,14 @@ _PREEMPTED_S = 500e-6
 _FEWEST_SKIPPED, _MOST_SKIPPED = 16, 1024
 
 
-def readiness(fileno: int) -> Callable[[float], object]:
-    """A function that waits up to so many milliseconds for the descriptor to be readable.
-
-    Signals interrupt it.
-    """
+def readiness(*filenos: int) -> Callable[[float], object]:
+    """A function that waits up to so many milliseconds for any descriptor to be readable."""
     if hasattr(select, "poll"):
         poll = select.poll()
-        poll.register(fileno, select.POLLIN)
+        for fileno in filenos:
+            poll.register(fileno, select.POLLIN)
         return poll.poll
-    return lambda ms: select.select([fileno], [], [], ms / 1e3)[0]
+    return lambda ms: select.select(filenos, [], [], ms / 1e3)[0]
 
 
 class SpinGauge:

@@ -67,8 +67,8 @@ class _Bulk(Ticket):
         self._written = threading.Event()
         self._lock = write_lock
 
-    def advance(self, nbytes: int) -> None:
-        self.view = self.view[nbytes:]
+    def begin(self) -> None:
+        pass
 
     def finish(self) -> None:
         self._owner = None
@@ -112,8 +112,7 @@ class _Offer:
         self.view = memoryview(data)
         self.descriptor: int | None = descriptor
 
-    def advance(self, nbytes: int) -> None:
-        self.view = self.view[nbytes:]
+    def begin(self) -> None:
         self.finish()  # the descriptor went with the first byte
 
     def finish(self) -> None:
@@ -319,26 +318,32 @@ class StreamConnection(Connection):
         return map(self._sock.sendmsg, (batch,))
 
     def _forward(self) -> None:
-        """Takes the bytes that were written off the queue."""
+        """Takes the bytes that were written off the queue.
+
+        May be interrupted and called again at any point: what is left of the count and
+        the queue always change together, with no call in between.
+        """
         queue = self._queue
-        count, self._written = self._written, 0
-        self._bytes_sent += count
-        while count:
+        while self._written:
             part = queue[0]
-            if isinstance(part, (bytes, memoryview)):
-                size = len(part)
-                if count < size:
-                    queue[0] = memoryview(part)[count:]
-                    return
-                queue.popleft()
-            else:
-                size = len(part.view)
-                if count < size:
-                    part.advance(count)
-                    return
-                queue.popleft()
-                part.finish()
-            count -= size
+            plain = isinstance(part, (bytes, memoryview))
+            view = memoryview(part) if plain else part.view  # type: ignore[arg-type, union-attr]
+            size = len(view)
+            if self._written < size:
+                self._bytes_sent += self._written
+                if plain:
+                    queue[0] = view[self._written :]
+                else:
+                    part.view = view[self._written :]  # type: ignore[union-attr]
+                self._written = 0
+                if not plain:
+                    part.begin()  # type: ignore[union-attr]
+                return
+            del queue[0]
+            self._written -= size
+            self._bytes_sent += size
+            if not plain:
+                part.finish()  # type: ignore[union-attr]
 
     def _abandon(self) -> None:
         """Drops what cannot be written any more and wakes those who wait for it.
@@ -561,13 +566,14 @@ class StreamConnection(Connection):
             self.flush()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        # The peer should read what was sent before: close the writing side first.
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
         with self._write_lock:
+            if self._closed:
+                return
+            if self.end is None:
+                self._write_queue()  # the last words of others, as far as they fit
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
             self._sock.close()
             self._abandon()
             self._lent.clear()

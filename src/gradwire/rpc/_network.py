@@ -1,0 +1,411 @@
+"""Who belongs to the group, and the connections to them.
+
+Knows addresses, handshakes and links; knows nothing of calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from gradwire._config import RpcBackendOptions
+from gradwire._ids import Incarnation, WorkerInfo, new_incarnation
+from gradwire.errors import (
+    ClosedError,
+    ConnectError,
+    ConnectTimeout,
+    GradwireError,
+    HandshakeRefused,
+    NotInitialized,
+    PeerLostError,
+    UnknownWorker,
+)
+from gradwire.rpc import _handshake
+from gradwire.rpc._connect import Acceptor, Dialer, limits_of, refusal_for
+from gradwire.rpc._handshake import PeerIdentity
+from gradwire.rpc._host import find_address, identify_host, rendezvous_host
+from gradwire.rpc._link import Link, LinkOwner
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._signals import interruptible
+from gradwire.rpc._turn import about_to_block
+from gradwire.transport import Connection, Listener, channel_pair, get_transport
+from gradwire.transport._tcp import format_address, parse_address
+
+__all__ = ["Network", "usable_schemes"]
+
+_DEFAULT_SCHEMES = ("unix", "tcp")
+
+
+def usable_schemes(options: RpcBackendOptions, secret: bytes | None) -> tuple[str, ...]:
+    """The transports that this worker can use, in order of preference."""
+    schemes = options.transports or _DEFAULT_SCHEMES
+    usable = []
+    for scheme in schemes:
+        transport = get_transport(scheme)
+        if transport.capabilities.needs_secret and secret is None:
+            if options.transports is not None:
+                raise ConnectError(
+                    f"transport {scheme!r} needs a cluster secret: set GRADWIRE_SECRET "
+                    "or RpcBackendOptions(secret=...) to the same value on all workers"
+                )
+            continue
+        if transport.is_available():
+            usable.append(scheme)
+    if not usable:
+        raise ConnectError(
+            f"none of the transports {', '.join(schemes)} can be used here; without "
+            "Unix sockets a cluster secret is needed: set GRADWIRE_SECRET"
+        )
+    return tuple(usable)
+
+
+class Network:
+    """One worker's view of the group.
+
+    Args:
+        info: This worker.
+        world_size: Size of the group.
+        options: See `RpcBackendOptions`.
+        pool: Threads for all connections.
+        owner: Gets what arrives.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        world_size: int,
+        options: RpcBackendOptions,
+        secret: bytes | None,
+        schemes: tuple[str, ...],
+        pool: WorkerPool,
+        owner: LinkOwner,
+    ) -> None:
+        self.incarnation: Incarnation = new_incarnation()
+        self.is_closing = False
+        self._info = info
+        self._world_size = world_size
+        self._options = options
+        self._schemes = schemes
+        self._pool = pool
+        self._owner = owner
+        self._host = identify_host()
+        self._dialer = Dialer(self._identify, secret, options, schemes, self._host)
+        self._acceptor = Acceptor(
+            pool, self._identify, secret, options, self._admit, self._on_accepted
+        )
+        self._joined = threading.Event()
+        # Guards all below: callers, threads that accept or lose a peer, the monitor.
+        self._lock = threading.RLock()
+        self._peers: dict[int, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self._links: dict[Link, Peer] = {}
+        self._closed = False
+
+    # ------------------------------------------------------------------- beginning
+
+    def start(self) -> WorkerRecord:
+        """Begins to listen; returns what others need to find us."""
+        addresses = {}
+        listeners: list[Listener] = []
+        label = f"gradwire-{self.incarnation:016x}"
+        try:
+            for scheme in self._schemes:
+                transport = get_transport(scheme)
+                host = ""
+                if transport.capabilities.crosses_hosts:
+                    advertised = find_address(
+                        self._options, rendezvous_host(self._options)
+                    )
+                    host = self._options.bind_address or advertised
+                listener = transport.listen(host, self._options.port, label)
+                listeners.append(listener)
+                addresses[scheme] = listener.address
+                if transport.capabilities.crosses_hosts:
+                    _, port = parse_address(listener.address)
+                    addresses[scheme] = format_address(advertised, port)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+        for listener in listeners:
+            self._acceptor.listen(listener)
+        record = WorkerRecord(
+            name=self._info.name,
+            rank=self._info.id,
+            incarnation=self.incarnation,
+            world_size=self._world_size,
+            boot_id=self._host.boot_id,
+            network_namespace=self._host.network_namespace,
+            addresses=addresses,
+        )
+        self._connect_to_self(record)
+        return record
+
+    def _connect_to_self(self, record: WorkerRecord) -> None:
+        """Calls to oneself take the same way as all others."""
+        peer = Peer(
+            self._info, self.incarnation, self._options.max_inflight_bytes, record
+        )
+        self._enter(peer)
+        limits = limits_of(self._options)
+        ours, theirs = (c.upgrade(limits, b"") for c in channel_pair())
+        self._add_link(theirs, peer, 0.0)
+        peer.attach(self._add_link(ours, peer, 0.0))
+
+    def set_members(self, records: Sequence[WorkerRecord]) -> None:
+        """Learns who belongs to the group."""
+        with self._lock:
+            for record in records:
+                known = self._peers.get(record.rank)
+                if known is not None and known.incarnation == record.incarnation:
+                    known.record = record
+                    continue
+                info = WorkerInfo(record.name, record.rank)
+                self._enter(
+                    Peer(
+                        info,
+                        record.incarnation,
+                        self._options.max_inflight_bytes,
+                        record,
+                    )
+                )
+        if len(self._peers) == self._world_size:
+            self._joined.set()
+
+    def _enter(self, peer: Peer) -> None:
+        with self._lock:
+            old = self._peers.get(peer.info.id)
+            if old is not None and self._by_name.get(old.info.name) is old:
+                del self._by_name[old.info.name]
+            self._peers[peer.info.id] = peer
+            self._by_name[peer.info.name] = peer
+
+    # ----------------------------------------------------------------- connections
+
+    def _identify(self) -> PeerIdentity:
+        return PeerIdentity(*self._info, self.incarnation, time.monotonic())
+
+    def _admit(self, identity: PeerIdentity) -> _handshake.Refusal | None:
+        with self._lock:
+            known = self._peers.get(identity.rank)
+            refusal = refusal_for(
+                identity,
+                own_rank=self._info.id,
+                own_name=self._info.name,
+                known=known,
+                namesake=self._by_name.get(identity.name),
+                is_closing=self.is_closing,
+                world_size=self._world_size,
+            )
+            if refusal is None and (
+                known is None or known.incarnation != identity.incarnation
+            ):
+                info = WorkerInfo(identity.name, identity.rank)
+                self._enter(
+                    Peer(info, identity.incarnation, self._options.max_inflight_bytes)
+                )
+            return refusal
+
+    def _on_accepted(self, connection: Connection, identity: PeerIdentity) -> None:
+        peer = self._peers.get(identity.rank)
+        if peer is None or peer.incarnation != identity.incarnation:
+            connection.close()  # it was replaced while it shook hands
+            return
+        self._attach(connection, peer, identity.clock - time.monotonic())
+
+    def _attach(self, connection: Connection, peer: Peer, offset: float) -> Link:
+        link = self._add_link(connection, peer, offset, start=False)
+        if not peer.attach(link):
+            self.drop_link(link)
+            existing = peer.link
+            if existing is None:
+                raise peer.error()
+            return existing
+        link.start()
+        return link
+
+    def _add_link(
+        self, connection: Connection, peer: Peer, offset: float, *, start: bool = True
+    ) -> Link:
+        link = Link(connection, self._pool, self._owner)
+        if get_transport(connection.scheme).capabilities.crosses_hosts:
+            link.clock_offset = offset
+            link.shares_clock = False
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._links[link] = peer
+        if closed:
+            link.close()
+            raise ClosedError("the agent is shut down")
+        if start:
+            link.start()
+        return link
+
+    def drop_link(self, link: Link) -> None:
+        """Closes a connection and forgets it."""
+        with self._lock:
+            self._links.pop(link, None)
+        link.close()
+
+    def link_to(self, peer: Peer, deadline: float) -> Link:
+        """The connection to a peer; opened here and now if there is none."""
+        if self._closed:
+            raise NotInitialized(
+                f"worker {self._info.name!r} is shut down; calls are no longer possible"
+            )
+        limit = time.monotonic() + self._options.connect_timeout
+        if deadline:
+            limit = min(limit, deadline)
+        with peer.changed:
+            while peer.is_dialing and peer.link is None and peer.fate is None:
+                left = max(0.0, limit - time.monotonic())
+                if not interruptible(peer.changed.wait, left):
+                    raise self._connect_timeout(peer)
+            if peer.fate is not None:
+                raise peer.error()
+            if peer.link is not None:
+                return peer.link
+            peer.is_dialing = True
+        try:
+            record = self._record_of(peer, limit)
+            connection, offset = self._dialer.dial(record, limit)
+            return self._attach(connection, peer, offset)
+        except HandshakeRefused as error:
+            if error.code != _handshake.GLARE:
+                raise
+        finally:
+            with peer.changed:
+                peer.is_dialing = False
+                peer.changed.notify_all()
+        # It dials us at this very moment, and its connection is the one that is kept.
+        link = interruptible(peer.wait_for_link, limit)
+        if link is None:
+            raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
+        return link
+
+    def _record_of(self, peer: Peer, limit: float) -> WorkerRecord:
+        if peer.record is None and not self._joined.is_set():
+            about_to_block()  # it called us before we knew the whole group
+            interruptible(self._joined.wait, max(0.0, limit - time.monotonic()))
+        if peer.record is None:
+            raise ConnectError(
+                f"the address of worker {peer.info.name!r} is not known",
+                worker=peer.info.name,
+            )
+        return peer.record
+
+    def _connect_timeout(self, peer: Peer) -> ConnectTimeout:
+        return ConnectTimeout(
+            f"no connection to worker {peer.info.name!r} (rank {peer.info.id}) could be "
+            f"opened within the limit (option connect_timeout, or the call's deadline)",
+            worker=peer.info.name,
+        )
+
+    def connect(self, peer: Peer) -> None:
+        """Opens the connection to a peer if there is none."""
+        if peer.link is None or not peer.is_usable:
+            self.link_to(peer, 0.0)
+
+    def contact(self, record: WorkerRecord) -> bool:
+        """Whether the worker of a record lives; connects to it, so that it knows us."""
+        self.set_members([record])
+        peer = self._peers[record.rank]
+        try:
+            self.link_to(peer, 0.0)
+        except HandshakeRefused as error:
+            if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
+                return False
+            raise
+        except (ConnectError, ConnectTimeout, PeerLostError):
+            return False
+        return True
+
+    def probe(self, record: WorkerRecord) -> bool:
+        """Whether somebody who holds our own rank or name answers."""
+        limit = time.monotonic() + self._options.connect_timeout
+        try:
+            connection, _ = self._dialer.dial(record, limit)
+        except HandshakeRefused as error:
+            return error.code == _handshake.TAKEN
+        except GradwireError:
+            return False
+        connection.close()
+        return True
+
+    # ------------------------------------------------------------------ destinations
+
+    def find(self, to: object) -> Peer:
+        """The peer that a destination means.
+
+        Raises:
+            ValueError: It is neither name, rank nor WorkerInfo.
+            UnknownWorker: There is no such worker.
+        """
+        if type(to) is str:
+            peer = self._by_name.get(to)
+        elif type(to) is int:
+            peer = self._peers.get(to)
+        elif isinstance(to, tuple) and isinstance(to, WorkerInfo):
+            peer = self._peers.get(to.id)
+            if peer is not None and peer.info.name != to.name:
+                peer = None
+        elif isinstance(to, str):
+            return self.find(str(to))
+        else:
+            raise ValueError(
+                "a destination is a worker's name (str), rank (int) or WorkerInfo, not "
+                f"{type(to).__name__}: {to!r}"
+            )
+        if peer is None and not self._joined.is_set():
+            # Others may call us before we know the whole group; their handlers wait.
+            about_to_block()
+            if interruptible(self._joined.wait, self._options.init_timeout):
+                return self.find(to)
+        if peer is None:
+            known = ", ".join(
+                f"{p.info.name!r}" for p in list(self._peers.values())[:16]
+            )
+            raise UnknownWorker(
+                f"worker {self._info.name!r} could not find destination {to!r}; the group "
+                f"has {len(self._peers)} workers: {known}"
+            )
+        return peer
+
+    def workers(self) -> list[WorkerInfo]:
+        """All members, by rank."""
+        with self._lock:
+            return sorted((p.info for p in self._peers.values()), key=lambda i: i.id)
+
+    def peers(self) -> list[Peer]:
+        """All members, this one too, by rank."""
+        with self._lock:
+            return sorted(self._peers.values(), key=lambda p: p.info.id)
+
+    def peer_of(self, link: Link) -> Peer | None:
+        """Who is at the other end; None if the connection is over."""
+        return self._links.get(link)
+
+    def links(self) -> list[tuple[Link, Peer]]:
+        """All connections."""
+        with self._lock:
+            return list(self._links.items())
+
+    # ---------------------------------------------------------------------------- end
+
+    def keep_house(self, now: float) -> None:
+        """See `Acceptor.keep_house`."""
+        self._acceptor.keep_house(now)
+
+    def close(self) -> None:
+        """Closes everything; no connection is opened or accepted any more."""
+        self.is_closing = True
+        with self._lock:
+            self._closed = True
+        self._joined.set()
+        self._acceptor.close()
+        for link, _ in self.links():
+            self.drop_link(link)

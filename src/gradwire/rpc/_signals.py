@@ -1,0 +1,118 @@
+"""Keeping signal handlers from interrupting what must not be left half-way.
+
+A Python signal handler may raise at almost any point of the main thread, and the
+program may catch that and go on: Ctrl-C in a notebook is the common case. Code that
+moves bytes off a socket and into tables cannot be left in the middle. While the main
+thread is inside `shielded()`, handlers are put off until its end, or until the next
+wait: waits are made through `interruptible`, inside of which handlers run, and raise,
+at once. Nothing is half done while a thread waits.
+
+Other threads never run signal handlers and need none of this.
+"""
+
+from __future__ import annotations
+
+# What ``signal`` wraps: the wrapper costs more than a whole call.
+import _signal  # type: ignore[import-not-found]
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["interruptible", "shielded"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SIGNALS = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+    if hasattr(signal, name)
+)
+_main_thread = threading.main_thread().ident
+
+
+class _Shield:
+    """Puts off the Python signal handlers; only the main thread uses it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_waiting = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._put_off: list[int] = []
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        try:
+            for number in _SIGNALS:
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._on_signal)
+        except BaseException:  # a handler that raised before it was put off
+            self._lower()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        if self._depth > 1:
+            self._depth -= 1
+        else:
+            self._lower()
+
+    def _lower(self) -> None:
+        handlers, self._handlers = self._handlers, {}
+        put_off, self._put_off = self._put_off, []
+        self._depth = 0
+        for number, handler in handlers.items():
+            _signal.signal(number, handler)
+        for number in put_off:
+            handlers[number](number, None)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_waiting:
+            self._handlers[number](number, frame)
+        else:
+            self._put_off.append(number)
+
+    def wait(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        was_waiting, self._is_waiting = self._is_waiting, True
+        try:
+            while self._put_off:
+                number = self._put_off.pop(0)
+                self._handlers[number](number, None)
+            return function(*args, **kwargs)
+        finally:
+            self._is_waiting = was_waiting
+
+    @property
+    def is_up(self) -> bool:
+        return self._depth > 0
+
+
+class _NoShield:
+    """For threads that never run signal handlers."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_shield = _Shield()
+_no_shield = _NoShield()
+
+
+def shielded() -> _Shield | _NoShield:
+    """A context in which signal handlers are put off; free on other threads."""
+    return _shield if threading.get_ident() == _main_thread else _no_shield
+
+
+def interruptible(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a function that waits, so that signals end the wait also inside a shield."""
+    if _shield.is_up and threading.get_ident() == _main_thread:
+        return _shield.wait(function, *args, **kwargs)
+    return function(*args, **kwargs)
