@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions
 from gradwire._ids import WorkerInfo, check_worker_name
-from gradwire.errors import NotInitialized, UsageError
+from gradwire.errors import ConnectError, NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future
@@ -101,23 +103,34 @@ def init_rpc(
 def _begin(
     name: str, rank: int | None, world_size: int | None, options: RpcBackendOptions
 ) -> _Session:
+    deadline = time.monotonic() + options.init_timeout
     store, rank, world_size = open_store(options, rank, world_size)
     agent = Agent(name, rank, world_size, options)
-    record = agent.start()
 
     def contact(other: WorkerRecord) -> bool:
         network = agent.network
         return network.probe(other) if other.rank == rank else network.contact(other)
 
+    record = agent.start()
     try:
-        rendezvous = Rendezvous(
-            store, record, world_size, options.init_timeout, contact
-        )
-        agent.network.set_members(rendezvous.join())
+        while True:
+            left = max(0.001, deadline - time.monotonic())
+            rendezvous = Rendezvous(store, record, world_size, left, contact)
+            try:
+                agent.network.set_members(rendezvous.join())
+                return _Session(agent, rendezvous, store)
+            except ConnectError:
+                # The store went away while we waited: it may be one of an earlier group
+                # on its way out, and the one that we want comes after it.
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+            del store, rendezvous
+            again = dataclasses.replace(options, init_timeout=left)
+            store, _, _ = open_store(again, rank, world_size)
     except BaseException:
         agent.close("its init_rpc failed")
         raise
-    return _Session(agent, rendezvous, store)
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

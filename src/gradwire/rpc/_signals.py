@@ -39,6 +39,8 @@ class _Shield:
     def __init__(self) -> None:
         self._depth = 0
         self._is_waiting = False
+        self._hook = self._on_signal
+        # Never emptied: should the hook be left in place, it still finds the handler.
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._put_off: list[int] = []
 
@@ -49,9 +51,9 @@ class _Shield:
         try:
             for number in _SIGNALS:
                 handler = _signal.getsignal(number)
-                if callable(handler):
+                if callable(handler) and handler is not self._hook:
                     self._handlers[number] = handler
-                    _signal.signal(number, self._on_signal)
+                    _signal.signal(number, self._hook)
         except BaseException:  # a handler that raised before it was put off
             self._lower()
             raise
@@ -63,19 +65,21 @@ class _Shield:
             self._lower()
 
     def _lower(self) -> None:
-        handlers, self._handlers = self._handlers, {}
-        put_off, self._put_off = self._put_off, []
+        # From here on the hook lets everything through, so that whatever a handler
+        # raises below, nothing is left broken.
         self._depth = 0
-        for number, handler in handlers.items():
-            _signal.signal(number, handler)
+        put_off, self._put_off = self._put_off, []
+        for number in _SIGNALS:
+            if _signal.getsignal(number) is self._hook:
+                _signal.signal(number, self._handlers[number])
         for number in put_off:
-            handlers[number](number, None)
+            self._handlers[number](number, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_waiting:
-            self._handlers[number](number, frame)
-        else:
+        if self._depth and not self._is_waiting:
             self._put_off.append(number)
+        else:
+            self._handlers[number](number, frame)
 
     def wait(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         was_waiting, self._is_waiting = self._is_waiting, True
@@ -83,9 +87,12 @@ class _Shield:
             while self._put_off:
                 number = self._put_off.pop(0)
                 self._handlers[number](number, None)
-            return function(*args, **kwargs)
+            # Not ``return function()``: its result would be on the way out of the try
+            # when a signal comes, and the finally be skipped.
+            result = function(*args, **kwargs)
         finally:
             self._is_waiting = was_waiting
+        return result
 
     @property
     def is_up(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 from collections.abc import Callable
 
@@ -34,7 +33,9 @@ class SpinGauge:
     means that somebody else needed the core: then there is no spinning for a while.
     """
 
-    _spinning = threading.Lock()  # one spinning thread per process is enough
+    # One spinning thread per process is enough. Not a lock: a signal could come between
+    # taking it and the try that gives it back, and if two spin for once, nothing happens.
+    _is_taken = False
 
     __slots__ = ("_penalty", "_skip", "_typical_s")
 
@@ -54,9 +55,10 @@ class SpinGauge:
         if self._skip > 0:
             self._skip -= 1
             return False
-        if self._typical_s > _LONGEST_SPIN_S or not self._spinning.acquire(False):
+        if self._typical_s > _LONGEST_SPIN_S or SpinGauge._is_taken:
             return False
         limit = min(2 * self._typical_s + 50e-6, _LONGEST_SPIN_S)
+        SpinGauge._is_taken = True
         try:
             start = last = time.perf_counter()
             while not is_ready(0):
@@ -70,4 +72,4 @@ class SpinGauge:
             self._penalty = max(_FEWEST_SKIPPED, self._penalty - 1)
             return True
         finally:
-            self._spinning.release()
+            SpinGauge._is_taken = False

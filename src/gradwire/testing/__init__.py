@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 # Before the import, so that a failed assertion shows its values.
-pytest.register_assert_rewrite("gradwire.testing.transport_suite")
+pytest.register_assert_rewrite(
+    "gradwire.testing._channel_suite", "gradwire.testing.transport_suite"
+)
 
 from gradwire.testing.transport_suite import TransportSuite  # noqa: E402
 

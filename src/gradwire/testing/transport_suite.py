@@ -13,37 +13,34 @@ ends from one thread, which also shows that nothing in the interface blocks.
 
 from __future__ import annotations
 
-import itertools
-import os
 import random
-import selectors
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import pytest
 import torch
 
-from gradwire.errors import (
-    ClosedError,
-    ConnectError,
-    LocalProtocolError,
-    RemoteProtocolError,
+from gradwire.errors import ClosedError, LocalProtocolError, RemoteProtocolError
+from gradwire.testing._channel_suite import ChannelSuite
+from gradwire.testing._driving import (
+    IN_MEMORY,
+    IN_STREAM,
+    LIMIT_S,
+    LOOK_S,
+    MIB,
+    Exchange,
+    both_ways,
+    bytes_of,
+    fill,
+    pattern,
+    raw_buffer,
+    receive_frames,
+    wait_readable,
 )
-from gradwire.transport.base import (
-    Channel,
-    Connection,
-    Frame,
-    Limits,
-    Listener,
-    RawBuffer,
-    Ticket,
-    Transport,
-)
+from gradwire.transport.base import Connection, Frame, Limits
 
 __all__ = [
     "Exchange",
@@ -55,390 +52,15 @@ __all__ = [
     "wait_readable",
 ]
 
-LIMIT_S = 30.0
-_LOOK_S = 0.02
-_MIB = 1 << 20
 
-_DEFAULTS = Limits()
-# Nothing is large enough for shared memory: buffers travel in the stream.
-_IN_STREAM = Limits(shared_memory_min_bytes=1 << 62)
-# Everything is large enough for it, where the transport has it.
-_IN_MEMORY = Limits(shared_memory_min_bytes=1)
-_both_ways = pytest.mark.parametrize(
-    "limits", [_IN_STREAM, _IN_MEMORY], ids=["in_stream", "in_memory"]
-)
-
-_labels = itertools.count(1)
-
-
-class _HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
-
-def wait_readable(*endpoints: _HasFileno, timeout_s: float = LIMIT_S) -> bool:
-    """Waits until one of the endpoints can be read; False at the limit."""
-    with selectors.DefaultSelector() as selector:
-        for endpoint in endpoints:
-            selector.register(endpoint.fileno(), selectors.EVENT_READ)
-        return bool(selector.select(timeout_s))
-
-
-def raw_buffer(tensor: torch.Tensor) -> RawBuffer:
-    """The memory of a contiguous tensor, for `Connection.send`."""
-    return tensor.data_ptr(), tensor.nbytes, tensor
-
-
-def bytes_of(storage: torch.UntypedStorage) -> bytes:
-    """A copy of what is in a received buffer."""
-    if not storage.nbytes():
-        return b""
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return bytes(flat.numpy().tobytes())
-
-
-def _pattern(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """Bytes that differ along the way and between seeds."""
-    numbers = torch.arange(seed, seed + (nbytes + 7) // 8, dtype=torch.int64)
-    return (numbers * 0x9E3779B97F4A7C1).view(torch.uint8)[:nbytes].clone()
-
-
-class Exchange:
-    """Moves frames between connections until something has happened.
-
-    Attributes:
-        frames: What each connection has received, in the order of the arguments.
-    """
-
-    def __init__(self, *connections: Connection) -> None:
-        self._connections = connections
-        self.frames: list[list[Frame]] = [[] for _ in connections]
-
-    def step(self) -> None:
-        """Writes and reads as much as is possible now."""
-        for connection, frames in zip(self._connections, self.frames, strict=True):
-            connection.flush()
-            frames.extend(connection.receive())
-            while not connection.is_drained and connection.end is None:
-                frames.extend(connection.receive())
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Goes on until the condition holds.
-
-        Raises:
-            TimeoutError: It did not come to that.
-        """
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            self.step()
-            if condition():
-                return
-            if time.monotonic() > deadline:
-                counts = [len(frames) for frames in self.frames]
-                raise TimeoutError(f"the frames that arrived until the limit: {counts}")
-            queued = any(c.num_queued for c in self._connections)
-            live = [c for c in self._connections if c.end is None]
-            wait_readable(*live, timeout_s=0.0 if queued else _LOOK_S)
-
-
-def receive_frames(
-    receiver: Connection, count: int, *others: Connection
-) -> list[Frame]:
-    """Waits for so many frames, while the others write what they have queued."""
-    exchange = Exchange(receiver, *others)
-    exchange.until(lambda: len(exchange.frames[0]) >= count)
-    return exchange.frames[0]
-
-
-def fill(connection: Connection, tensor: torch.Tensor) -> tuple[int, Ticket]:
-    """Sends frames until the peer takes no more.
-
-    Returns:
-        How many frames that took, and the ticket of the last one, which still waits.
-    """
-    for count in range(1, 1000):
-        ticket = connection.send(b"", [raw_buffer(tensor)])
-        if ticket is not None and not ticket.wait(0.0):
-            return count, ticket
-    raise AssertionError("the connection takes any number of bytes that nobody reads")
-
-
-class TransportSuite(ABC):
+class TransportSuite(ChannelSuite):
     """See the module's text. One instance runs one test."""
-
-    listen_host = ""
-    """The host that the transport is told to listen on."""
-
-    _open: list[Channel | Connection | Listener]
-    transport: Transport
-
-    @abstractmethod
-    def make_transport(self) -> Transport:
-        """The transport to test."""
-
-    def setup_method(self) -> None:
-        """Called by pytest before each test."""
-        self._open = []
-        self.transport = self.make_transport()
-
-    def teardown_method(self) -> None:
-        """Called by pytest after each test."""
-        for endpoint in reversed(self._open):
-            endpoint.close()
-
-    # ------------------------------------------------------------------ helpers
-
-    def listen(self) -> Listener:
-        """A listener that is closed after the test."""
-        label = f"gradwire-suite-{os.getpid()}-{next(_labels)}"
-        listener = self.transport.listen(self.listen_host, 0, label)
-        self._open.append(listener)
-        return listener
-
-    def connect(self, listener: Listener) -> tuple[Channel, Channel]:
-        """Both ends of a new channel: who connected, and who was connected to."""
-        client = self.transport.connect(listener.address, LIMIT_S)
-        self._open.append(client)
-        deadline = time.monotonic() + LIMIT_S
-        while (server := listener.accept()) is None:
-            if not wait_readable(listener) or time.monotonic() > deadline:
-                raise TimeoutError("the listener does not accept")
-        self._open.append(server)
-        return client, server
-
-    def channels(self) -> tuple[Channel, Channel]:
-        """Two connected channels."""
-        return self.connect(self.listen())
-
-    def pair(
-        self, limits: Limits = _DEFAULTS, server_limits: Limits | None = None
-    ) -> tuple[Connection, Connection]:
-        """Two connections: of the one who connected, and of the other."""
-        client, server = self.channels()
-        return (
-            self.upgrade(client, limits),
-            self.upgrade(server, server_limits or limits),
-        )
-
-    def upgrade(
-        self, channel: Channel, limits: Limits = _DEFAULTS, leftover: bytes = b""
-    ) -> Connection:
-        """Turns a channel into a connection, which is closed in its place."""
-        connection = channel.upgrade(limits, leftover)
-        self._open.remove(channel)
-        self._open.append(connection)
-        return connection
-
-    @staticmethod
-    def read_bytes(channel: Channel, count: int, limit: int = 1 << 16) -> bytes:
-        """Reads at least so many bytes from a channel."""
-        data = b""
-        deadline = time.monotonic() + LIMIT_S
-        while len(data) < count:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"only {len(data)} of {count} bytes arrived")
-            piece = channel.read(limit)
-            if piece == b"":
-                raise EOFError(f"the channel ended after {len(data)} bytes")
-            data += piece or b""
-            if piece is None:
-                wait_readable(channel)
-        return data
-
-    # ------------------------------------------------------ listening, connecting
-
-    def test_transport_is_available(self) -> None:
-        """It would make no sense to go on otherwise."""
-        assert self.transport.is_available()
-        assert self.transport.scheme
-
-    def test_accept_returns_none_if_nobody_knocks(self) -> None:
-        """Accepting never blocks."""
-        assert self.listen().accept() is None
-
-    def test_listener_is_readable_when_somebody_knocks(self) -> None:
-        """That is how the agent learns of it."""
-        listener = self.listen()
-        assert not wait_readable(listener, timeout_s=0.0)
-
-        self._open.append(self.transport.connect(listener.address, LIMIT_S))
-
-        assert wait_readable(listener)
-
-    def test_listener_accepts_several(self) -> None:
-        """Each channel is connected to its own counterpart."""
-        listener = self.listen()
-        ends = [self.connect(listener) for _ in range(5)]
-
-        for number, (client, _) in enumerate(ends):
-            client.write(b"%d" % number)
-
-        found = [self.read_bytes(server, 1) for _, server in ends]
-        assert found == [b"0", b"1", b"2", b"3", b"4"]
-
-    def test_two_listeners_have_different_addresses(self) -> None:
-        """One process may hold several agents."""
-        assert self.listen().address != self.listen().address
-
-    def test_connect_to_closed_address_is_refused(self) -> None:
-        """With the error that the agent expects, and at once."""
-        listener = self.listen()
-        listener.close()
-
-        with pytest.raises(ConnectError):
-            self.transport.connect(listener.address, LIMIT_S)
-
-    def test_listener_close_is_idempotent(self) -> None:
-        """And whoever has knocked sees the end."""
-        listener = self.listen()
-        client = self.transport.connect(listener.address, LIMIT_S)
-        self._open.append(client)
-
-        listener.close()
-        listener.close()
-
-        assert wait_readable(client)
-        assert client.read(1) == b""
-
-    # ---------------------------------------------------------------- channels
-
-    def test_channel_carries_bytes_both_ways(self) -> None:
-        """As they are, in order."""
-        client, server = self.channels()
-
-        client.write(b"first ")
-        client.write(b"second")
-        server.write(b"answer\0")
-
-        assert self.read_bytes(server, 12) == b"first second"
-        assert self.read_bytes(client, 7) == b"answer\0"
-
-    def test_channel_read_returns_none_if_there_is_nothing(self) -> None:
-        """Reading never blocks."""
-        client, server = self.channels()
-
-        assert client.read(100) is None
-        assert server.read(100) is None
-
-    def test_channel_read_takes_no_more_than_its_limit(self) -> None:
-        """The rest stays for the next read."""
-        client, server = self.channels()
-        client.write(b"0123456789")
-        wait_readable(server)
-
-        assert server.read(4) == b"0123"
-        assert self.read_bytes(server, 6) == b"456789"
-
-    def test_channel_read_returns_empty_at_the_end(self) -> None:
-        """After all that was written before."""
-        client, server = self.channels()
-        client.write(b"last")
-        client.close()
-
-        assert self.read_bytes(server, 4) == b"last"
-        assert wait_readable(server)
-        assert server.read(100) == b""
-
-    def test_channel_close_is_idempotent(self) -> None:
-        """Closing is what error paths do, sometimes twice."""
-        client, _ = self.channels()
-
-        client.close()
-        client.close()
-
-    def test_channel_write_to_one_who_never_reads_fails(self) -> None:
-        """With an error of ours, and without blocking."""
-        client, _ = self.channels()
-
-        with pytest.raises(ConnectError):
-            for _ in range(10_000):
-                client.write(bytes(1 << 16))
-
-    def test_channel_says_whose_user_the_peer_is(self) -> None:
-        """Where no secret is needed the kernel must vouch for the peer."""
-        needs_secret = self.transport.capabilities.needs_secret
-
-        for channel in self.channels():
-            assert channel.peer_is_same_user is not needs_secret
-
-    def test_channel_describes_the_peer(self) -> None:
-        """For log lines."""
-        for channel in self.channels():
-            assert channel.peer_description
-
-    # ----------------------------------------------------------------- upgrade
-
-    def test_upgrade_takes_leftover_bytes(self) -> None:
-        """What was read behind the handshake belongs to the first frames."""
-        client, server = self.channels()
-        client.write(b"shake")
-        sender = self.upgrade(client)
-        for head in (b"first", b"", b"third"):
-            sender.send(head)
-        data = self.read_bytes(server, len(b"shake") + 20)
-
-        receiver = self.upgrade(server, Limits(), data[5:])
-
-        heads = [frame.head for frame in receive_frames(receiver, 3, sender)]
-        assert heads == [b"first", b"", b"third"]
-
-    def test_upgrade_takes_leftover_of_half_a_header(self) -> None:
-        """Reads end anywhere."""
-        client, server = self.channels()
-        client.write(b"shake")
-        sender = self.upgrade(client)
-        sender.send(b"first")
-        data = self.read_bytes(server, 8, limit=8)
-
-        receiver = self.upgrade(server, Limits(), data[5:])
-
-        assert receive_frames(receiver, 1, sender)[0].head == b"first"
-
-    def test_upgrade_takes_leftover_larger_than_any_buffer(self) -> None:
-        """Nothing in the interface bounds what was read already."""
-        client, server = self.channels()
-        sender = self.upgrade(client)
-        heads = [bytes([n]) * 30_000 for n in range(20)]
-        for head in heads:
-            sender.send(head)
-        data = b""
-        while len(data) < sum(len(head) for head in heads):
-            data += self.read_bytes(server, 1)
-            sender.flush()
-
-        receiver = self.upgrade(server, Limits(), data)
-
-        found = receive_frames(receiver, len(heads), sender)
-        assert [frame.head for frame in found] == heads
-
-    @_both_ways
-    def test_upgrade_keeps_large_buffer_that_follows_the_handshake(
-        self, limits: Limits
-    ) -> None:
-        """The peer may send a tensor before we have seen its last handshake record."""
-        client, server = self.channels()
-        server.write(b"welcome")
-        sender = self.upgrade(server, limits)
-        tensor = _pattern(_MIB)
-        ticket = sender.send(b"head", [raw_buffer(tensor)])
-        data = self.read_bytes(client, 7)
-
-        receiver = self.upgrade(client, limits, data[7:])
-
-        (frame,) = receive_frames(receiver, 1, sender)
-        assert frame.head == b"head"
-        assert bytes_of(frame.buffers[0]) == bytes(tensor.numpy())
-        assert ticket is None or ticket.wait(LIMIT_S)
-
-    def test_connection_has_the_scheme_of_its_transport(self) -> None:
-        """Debug information shows it."""
-        for connection in self.pair():
-            assert connection.scheme == self.transport.scheme
 
     # ------------------------------------------------------------------- heads
 
     @pytest.mark.parametrize(
         "size",
-        [0, 1, 7, 4095, *(_MIB // 4 + n for n in (-9, -8, 0, 1)), _MIB + 3, 5 * _MIB],
+        [0, 1, 7, 4095, *(MIB // 4 + n for n in (-9, -8, 0, 1)), MIB + 3, 5 * MIB],
     )
     def test_head_of_any_size_arrives(self, size: int) -> None:
         """Empty, around common sizes of read buffers, and larger than any."""
@@ -493,18 +115,18 @@ class TransportSuite(ABC):
             found += [frame.head for frame in server.receive()]
             client.flush()
             if server.is_drained and len(found) < len(heads):
-                wait_readable(server, timeout_s=_LOOK_S)
+                wait_readable(server, timeout_s=LOOK_S)
 
         assert found == heads
 
     # ----------------------------------------------------------------- buffers
 
-    @_both_ways
-    @pytest.mark.parametrize("size", [0, 1, 100, 65_537, 3 * _MIB + 1])
+    @both_ways
+    @pytest.mark.parametrize("size", [0, 1, 100, 65_537, 3 * MIB + 1])
     def test_buffer_of_any_size_arrives(self, size: int, limits: Limits) -> None:
         """With the head that it was sent with."""
         client, server = self.pair(limits)
-        tensor = _pattern(size)
+        tensor = pattern(size)
 
         client.send(b"head", [raw_buffer(tensor)])
 
@@ -512,11 +134,11 @@ class TransportSuite(ABC):
         assert frame.head == b"head"
         assert [bytes_of(b) for b in frame.buffers] == [bytes(tensor.numpy())]
 
-    @_both_ways
+    @both_ways
     def test_many_buffers_arrive_in_order(self, limits: Limits) -> None:
         """Empty ones among them; more of them than one system call takes."""
         client, server = self.pair(limits)
-        tensors = [_pattern(n % 7 * 100, seed=n) for n in range(300)]
+        tensors = [pattern(n % 7 * 100, seed=n) for n in range(300)]
 
         client.send(b"", [raw_buffer(tensor) for tensor in tensors])
 
@@ -525,23 +147,23 @@ class TransportSuite(ABC):
             bytes(tensor.numpy()) for tensor in tensors
         ]
 
-    @_both_ways
+    @both_ways
     def test_long_head_and_buffers_arrive(self, limits: Limits) -> None:
         """A head that is larger than read buffers, with buffers behind it."""
         client, server = self.pair(limits)
-        head = random.Random(1).randbytes(_MIB)
-        tensor = _pattern(_MIB)
+        head = random.Random(1).randbytes(MIB)
+        tensor = pattern(MIB)
 
         client.send(head, [raw_buffer(tensor), raw_buffer(tensor[:10])])
         client.send(b"next")
 
         frames = receive_frames(server, 2, client)
         assert frames[0].head == head
-        assert [b.nbytes() for b in frames[0].buffers] == [_MIB, 10]
+        assert [b.nbytes() for b in frames[0].buffers] == [MIB, 10]
         assert bytes_of(frames[0].buffers[0]) == bytes(tensor.numpy())
         assert frames[1] == Frame(b"next", [])
 
-    @_both_ways
+    @both_ways
     def test_mixed_frames_arrive_in_order(self, limits: Limits) -> None:
         """With and without buffers, held or not."""
         client, server = self.pair(limits)
@@ -549,7 +171,7 @@ class TransportSuite(ABC):
         tensors = []
         for number in range(200):
             sizes = [choice.choice([0, 5, 70_000]) for _ in range(choice.randrange(3))]
-            tensors.append([_pattern(size, seed=number) for size in sizes])
+            tensors.append([pattern(size, seed=number) for size in sizes])
             client.send(
                 b"%d" % number,
                 [raw_buffer(tensor) for tensor in tensors[-1]],
@@ -564,7 +186,7 @@ class TransportSuite(ABC):
                 bytes(tensor.numpy()) for tensor in sent
             ]
 
-    @_both_ways
+    @both_ways
     def test_received_buffer_is_independent_of_the_sender(self, limits: Limits) -> None:
         """Either side may write to its own afterwards."""
         client, server = self.pair(limits)
@@ -581,11 +203,11 @@ class TransportSuite(ABC):
 
         assert bool((tensor == 2).all())
 
-    @_both_ways
+    @both_ways
     def test_received_buffers_do_not_share_memory(self, limits: Limits) -> None:
         """Also if the same memory was sent twice."""
         client, server = self.pair(limits)
-        tensor = _pattern(70_000)
+        tensor = pattern(70_000)
 
         client.send(b"", [raw_buffer(tensor), raw_buffer(tensor)])
         client.send(b"", [raw_buffer(tensor)])
@@ -595,11 +217,11 @@ class TransportSuite(ABC):
         assert len({storage.data_ptr() for storage in storages}) == 3
         assert all(bytes_of(s) == bytes(tensor.numpy()) for s in storages)
 
-    @_both_ways
+    @both_ways
     def test_received_buffer_outlives_the_connection(self, limits: Limits) -> None:
         """A tensor belongs to the program, whatever becomes of the peer."""
         client, server = self.pair(limits)
-        tensor = _pattern(70_000)
+        tensor = pattern(70_000)
         client.send(b"", [raw_buffer(tensor)])
         (frame,) = receive_frames(server, 1, client)
 
@@ -608,11 +230,11 @@ class TransportSuite(ABC):
 
         assert bytes_of(frame.buffers[0]) == bytes(tensor.numpy())
 
-    @_both_ways
+    @both_ways
     def test_large_buffers_both_ways_at_once(self, limits: Limits) -> None:
         """No side has to read before it may send."""
         client, server = self.pair(limits)
-        tensors = [_pattern(8 * _MIB, seed=seed) for seed in range(4)]
+        tensors = [pattern(8 * MIB, seed=seed) for seed in range(4)]
         for there, back in (tensors[:2], tensors[2:]):
             client.send(b"there", [raw_buffer(there)])
             server.send(b"back", [raw_buffer(back)])
@@ -624,11 +246,11 @@ class TransportSuite(ABC):
         expected = [tensors[1], tensors[3], tensors[0], tensors[2]]
         assert [bytes_of(b) for b in found] == [bytes(t.numpy()) for t in expected]
 
-    @_both_ways
+    @both_ways
     def test_threads_may_send_at_once(self, limits: Limits) -> None:
         """Frames stay whole, and those of one thread stay in order."""
         client, server = self.pair(limits)
-        tensors = [_pattern(3000, seed=thread) for thread in range(4)]
+        tensors = [pattern(3000, seed=thread) for thread in range(4)]
 
         def send(thread: int) -> None:
             for number in range(150):
@@ -669,8 +291,8 @@ class TransportSuite(ABC):
 
     def test_flush_tells_that_something_is_left(self) -> None:
         """A full connection never blocks the sender."""
-        client, server = self.pair(_IN_STREAM)
-        count, _ = fill(client, _pattern(4 * _MIB))
+        client, server = self.pair(IN_STREAM)
+        count, _ = fill(client, pattern(4 * MIB))
 
         assert not client.flush()
         assert client.num_queued > 0
@@ -681,8 +303,8 @@ class TransportSuite(ABC):
 
     def test_ticket_ends_when_the_memory_is_free(self) -> None:
         """Not before the peer reads, and then for certain."""
-        client, server = self.pair(_IN_STREAM)
-        count, ticket = fill(client, _pattern(4 * _MIB))
+        client, server = self.pair(IN_STREAM)
+        count, ticket = fill(client, pattern(4 * MIB))
         assert not ticket.wait(0.01)
 
         receive_frames(server, count, client)
@@ -692,8 +314,8 @@ class TransportSuite(ABC):
 
     def test_detached_memory_may_change(self) -> None:
         """The bytes that were there before arrive."""
-        client, server = self.pair(_IN_STREAM)
-        tensor = _pattern(4 * _MIB)
+        client, server = self.pair(IN_STREAM)
+        tensor = pattern(4 * MIB)
         expected = bytes(tensor.numpy())
         count, ticket = fill(client, tensor)
 
@@ -705,8 +327,8 @@ class TransportSuite(ABC):
 
     def test_detach_of_finished_ticket_does_nothing(self) -> None:
         """The caller cannot know how far the writing is."""
-        client, server = self.pair(_IN_STREAM)
-        tensor = _pattern(100)
+        client, server = self.pair(IN_STREAM)
+        tensor = pattern(100)
         ticket = client.send(b"", [raw_buffer(tensor)])
         receive_frames(server, 1, client)
 
@@ -715,11 +337,11 @@ class TransportSuite(ABC):
             ticket.detach()
             assert ticket.wait(0.0)
 
-    @_both_ways
+    @both_ways
     def test_memory_is_kept_alive_until_it_is_sent(self, limits: Limits) -> None:
         """And let go afterwards."""
         client, server = self.pair(limits)
-        tensor = _pattern(24 * _MIB)
+        tensor = pattern(24 * MIB)
         expected = bytes(tensor.numpy())
         gone = weakref.ref(tensor)
         client.send(b"", [raw_buffer(tensor)])
@@ -732,8 +354,8 @@ class TransportSuite(ABC):
 
     def test_close_wakes_whoever_holds_a_ticket(self) -> None:
         """Else a caller would wait for a peer that nobody talks to any more."""
-        client, _ = self.pair(_IN_STREAM)
-        _, ticket = fill(client, _pattern(4 * _MIB))
+        client, _ = self.pair(IN_STREAM)
+        _, ticket = fill(client, pattern(4 * MIB))
         woken: list[bool] = []
         waiter = threading.Thread(target=lambda: woken.append(ticket.wait(LIMIT_S)))
         waiter.start()
@@ -745,12 +367,12 @@ class TransportSuite(ABC):
 
     def test_loss_of_the_peer_wakes_whoever_holds_a_ticket(self) -> None:
         """As soon as the sender tries to write again."""
-        client, server = self.pair(_IN_STREAM)
-        _, ticket = fill(client, _pattern(4 * _MIB))
+        client, server = self.pair(IN_STREAM)
+        _, ticket = fill(client, pattern(4 * MIB))
 
         server.close()
         deadline = time.monotonic() + LIMIT_S
-        while not ticket.wait(_LOOK_S) and time.monotonic() < deadline:
+        while not ticket.wait(LOOK_S) and time.monotonic() < deadline:
             client.flush()
 
         assert ticket.wait(0.0)
@@ -768,7 +390,7 @@ class TransportSuite(ABC):
         assert client.num_queued == 0
         assert receive_frames(server, 1) == [Frame(bytes(1000), [])]
 
-    @_both_ways
+    @both_ways
     def test_sending_frame_over_the_limit_is_refused(self, limits: Limits) -> None:
         """Head and buffers count together."""
         limits = Limits(
@@ -776,7 +398,7 @@ class TransportSuite(ABC):
             shared_memory_min_bytes=limits.shared_memory_min_bytes,
         )
         client, server = self.pair(limits)
-        tensor = _pattern(99_000)
+        tensor = pattern(99_000)
 
         with pytest.raises(LocalProtocolError, match="max_frame_bytes"):
             client.send(bytes(1001), [raw_buffer(tensor)])
@@ -799,7 +421,7 @@ class TransportSuite(ABC):
         before = client.counters()
 
         with pytest.raises(LocalProtocolError):
-            client.send(b"", [raw_buffer(_pattern(1001))])
+            client.send(b"", [raw_buffer(pattern(1001))])
 
         assert client.counters() == before
 
@@ -814,12 +436,12 @@ class TransportSuite(ABC):
         with pytest.raises(RemoteProtocolError, match="max_head_bytes"):
             receive_frames(server, 1, client)
 
-    @_both_ways
+    @both_ways
     def test_receiving_frame_over_the_limit_is_refused(self, limits: Limits) -> None:
         """Before memory is taken for it."""
         client, server = self.pair(limits, Limits(max_frame_bytes=100_000))
 
-        client.send(bytes(1001), [raw_buffer(_pattern(99_000))])
+        client.send(bytes(1001), [raw_buffer(pattern(99_000))])
 
         with pytest.raises(RemoteProtocolError, match="max_frame_bytes"):
             receive_frames(server, 1, client)
@@ -851,8 +473,8 @@ class TransportSuite(ABC):
 
     def test_end_in_the_middle_of_a_frame_is_an_end(self) -> None:
         """Half a frame is never handed out."""
-        client, server = self.pair(_IN_STREAM)
-        count, _ = fill(client, _pattern(4 * _MIB))
+        client, server = self.pair(IN_STREAM)
+        count, _ = fill(client, pattern(4 * MIB))
         client.close()
 
         exchange = Exchange(server)
@@ -883,7 +505,7 @@ class TransportSuite(ABC):
         with pytest.raises(ClosedError):
             client.send(b"late")
         with pytest.raises(ClosedError):
-            client.send(b"late", [raw_buffer(_pattern(10))])
+            client.send(b"late", [raw_buffer(pattern(10))])
 
     def test_receive_after_close_reports_an_end(self) -> None:
         """A thread that reads while another one closes comes out."""
@@ -899,7 +521,7 @@ class TransportSuite(ABC):
         server.close()
 
         for _ in range(20):
-            client.send(b"anybody there?", [raw_buffer(_pattern(10_000))])
+            client.send(b"anybody there?", [raw_buffer(pattern(10_000))])
             client.flush()
 
         exchange = Exchange(client)
@@ -908,12 +530,12 @@ class TransportSuite(ABC):
 
     def test_housekeeping_may_be_called_at_any_time(self) -> None:
         """With something under way, with nothing, and after the end."""
-        client, server = self.pair(_IN_MEMORY)
+        client, server = self.pair(IN_MEMORY)
         with self._housekeeping_between(client, server):
-            client.send(b"1", [raw_buffer(_pattern(10_000))])
+            client.send(b"1", [raw_buffer(pattern(10_000))])
         with self._housekeeping_between(client, server):
             assert receive_frames(server, 1, client)[0].head == b"1"
-        client.send(b"2", [raw_buffer(_pattern(10_000))])
+        client.send(b"2", [raw_buffer(pattern(10_000))])
         assert receive_frames(server, 1, client)[0].head == b"2"
         client.close()
         server.close()
@@ -932,8 +554,8 @@ class TransportSuite(ABC):
 
     def test_counters_of_both_sides_agree(self) -> None:
         """Whatever one has sent, the other has received."""
-        client, server = self.pair(_IN_STREAM)
-        tensor = _pattern(50_000)
+        client, server = self.pair(IN_STREAM)
+        tensor = pattern(50_000)
         for number in range(10):
             client.send(b"x" * number, [raw_buffer(tensor)] if number % 2 else [])
         receive_frames(server, 10, client)

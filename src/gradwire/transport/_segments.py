@@ -30,6 +30,7 @@ __all__ = ["BorrowedSegments", "LentSegments", "Mapping", "is_supported"]
 
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
 _IDLE_S = 30.0
+_MOST_RETURNED = 1024  # in one frame
 
 
 def is_supported() -> bool:
@@ -184,20 +185,37 @@ def _round_up(nbytes: int) -> int:
     return (nbytes + step - 1) // step * step
 
 
-# Loans outlive their connection while a tensor on them lives. The weak references that
-# notice the end of a loan are kept alive here, by identity: arrays have no hash.
-_loans: dict[int, weakref.ref[ctypes.Array[ctypes.c_ubyte]]] = {}
+class _Loan(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
+    """Notices that the tensor on a segment has died."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class _Keeper(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
+    """Keeps a segment mapped for a tensor that outlives its connection."""
+
+    __slots__ = ("mapping",)
+    mapping: Mapping
+    # Arrays have no hash, and references to them none either.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+_keepers: set[_Keeper] = set()
 
 
 class BorrowedSegments:
-    """The receiver's side: mapped segments of the peer, and tensors that live on them."""
+    """The receiver's side: mapped segments of the peer, and tensors that live on them.
+
+    Callbacks of weak references run anywhere, even in a thread that holds our locks, or
+    at a point where a signal handler may raise: all of them are single C calls.
+    """
 
     def __init__(self) -> None:
         self._mapped: dict[int, Mapping] = {}
-        self._lent_out: set[int] = set()
-        # Filled by weak-reference callbacks, which may run anywhere, even inside a
-        # thread that holds our locks: they only append.
-        self.returned: deque[int] = deque()
+        self._loans: dict[int, _Loan] = {}
+        self._ended: deque[_Loan] = deque()
 
     def offer(self, number: int, size: int, descriptor: int) -> None:
         """Maps a new segment. Closes the descriptor in any case."""
@@ -227,38 +245,52 @@ class BorrowedSegments:
                 f"the peer used {nbytes} bytes of segment {number}, which "
                 + ("it never offered" if mapping is None else f"has {mapping.size}")
             )
-        if number in self._lent_out:
+        if number in self._loans:
             raise RemoteProtocolError(
                 f"the peer used segment {number} while it is lent"
             )
-        self._lent_out.add(number)
         array = (ctypes.c_ubyte * nbytes).from_address(mapping.address)
-        returned, lent_out = self.returned, self._lent_out
-
-        def on_death(
-            loan: weakref.ref[ctypes.Array[ctypes.c_ubyte]],
-            keep_mapped: Mapping = mapping,
-        ) -> None:
-            _loans.pop(id(loan), None)
-            lent_out.discard(number)
-            returned.append(number)
-
-        loan = weakref.ref(array, on_death)
-        _loans[id(loan)] = loan
+        loan = _Loan(array, self._ended.append)
+        loan.number = number
+        self._loans[number] = loan
         return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether segments wait to be returned."""
+        return bool(self._ended)
+
+    def take_returns(self) -> list[int]:
+        """The numbers of segments that the peer may have back, some of them at least."""
+        numbers: list[int] = []
+        while self._ended and len(numbers) < _MOST_RETURNED:
+            try:
+                number = self._ended.popleft().number
+            except IndexError:  # another thread was faster
+                break
+            self._loans.pop(number, None)
+            numbers.append(number)
+        return numbers
 
     def forget(self, number: int) -> None:
         """The peer dropped a segment that it had back."""
-        if self._mapped.pop(number, None) is None or number in self._lent_out:
+        if self._mapped.pop(number, None) is None or number in self._loans:
             raise RemoteProtocolError(f"the peer dropped segment {number} out of turn")
 
     def clear(self) -> None:
         """The connection is closed: forgets all that no tensor uses."""
+        for number, loan in list(self._loans.items()):
+            array, mapping = loan(), self._mapped.get(number)
+            if array is not None and mapping is not None:
+                keeper = _Keeper(array, _keepers.discard)
+                keeper.mapping = mapping
+                _keepers.add(keeper)
         self._mapped.clear()
+        self._loans.clear()
 
     def counters(self) -> dict[str, int]:
         """How many segments of the peer are mapped, and how many are in use."""
         return {
             "segments_mapped": len(self._mapped),
-            "segments_borrowed": len(self._lent_out),
+            "segments_borrowed": len(self._loans) - len(self._ended),
         }

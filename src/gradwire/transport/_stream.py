@@ -189,7 +189,7 @@ class StreamConnection(Connection):
             return self._send_with_buffers(head, buffers)
         self._frames_sent += 1
         data = _HEADER.pack(len(head), 0, _DATA, _MARK) + head
-        if self._borrowed.returned:
+        if self._borrowed.has_returns:
             data = self._returns() + data
         self._queue.append(data)
         if not hold:
@@ -217,7 +217,7 @@ class StreamConnection(Connection):
             if not segment and nbytes:
                 bulks.append(_Bulk(buffer, self._write_lock))
         table.append(head)
-        if self._borrowed.returned:
+        if self._borrowed.has_returns:
             table.insert(0, self._returns())
         parts.append(b"".join(table))
         parts.extend(bulks)
@@ -245,12 +245,7 @@ class StreamConnection(Connection):
 
     def _returns(self) -> bytes:
         """A frame that gives segments back to the peer."""
-        numbers: list[int] = []
-        returned = self._borrowed.returned
-        with contextlib.suppress(IndexError):
-            while len(numbers) < 1024:
-                numbers.append(returned.popleft())
-        return _numbers_frame(_RETURN, numbers)
+        return _numbers_frame(_RETURN, self._borrowed.take_returns())
 
     @property
     def num_queued(self) -> int:
@@ -559,7 +554,7 @@ class StreamConnection(Connection):
         with self._write_lock:
             dropped = self._lent.trim(now)
         data = _numbers_frame(_DROP, dropped) if dropped else b""
-        if self._borrowed.returned:
+        if self._borrowed.has_returns:
             data += self._returns()
         if data:
             self._queue.append(data)

@@ -249,7 +249,9 @@ def _encode_with_value(
     return _finish(kind, message, Body(PICKLED), payload, table)
 
 
-def _encode_small(kind: int, message: Message, value: Any) -> Outgoing | None:
+def _encode_small(  # noqa: PLR0912 - written out on purpose
+    kind: int, message: Message, value: Any
+) -> Outgoing | None:
     """Encodes plain values and a few small, ordinary tensors.
 
     Nothing but speed: the same bytes as the long way makes, in one function instead of
