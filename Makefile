@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INSTALLING := $(VENV)/.installing
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+# A crashed test process ends the run: with restarts, xdist may wait for it for ever.
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist load --max-worker-restart=0 $(PYTEST_ARGS)
 CHECKED := $(wildcard tests examples benchmarks)
 
 # Workers share the machine: one thread each, or they fight for the cores.

@@ -304,10 +304,15 @@ class Cluster:
         return code
 
     def stop(self, rank: int) -> None:
-        """Freezes a worker (SIGSTOP)."""
+        """Freezes a worker (SIGSTOP) and waits until all its threads stand still."""
         worker = self._workers[rank]
         self.disturbed = worker.stopped = True
         os.kill(worker.process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + JOIN_S
+        while not _is_frozen(worker.process.pid):
+            if time.monotonic() > deadline:
+                raise WorkerTimeout(f"worker {worker.name!r} does not stop")
+            time.sleep(0.001)
 
     def cont(self, rank: int) -> None:
         """Lets a frozen worker go on (SIGCONT)."""
@@ -479,6 +484,15 @@ def _limit_blocking(connection: multiprocessing.connection.Connection) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as twin:
         twin.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         twin.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def _is_frozen(pid: int) -> bool:
+    # The kernel stops the threads one by one, some time after the signal was sent.
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        if state not in "Tt":
+            return False
+    return True
 
 
 def _describe_state(worker: _Worker) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pickle
 
 import pytest
+import torch
 
-from gradwire import errors
+from gradwire import errors, rpc
 
 ERROR_NAMES = [
     "CallTimeout",
@@ -31,6 +34,63 @@ ERROR_NAMES = [
     "UnknownWorker",
     "UsageError",
     "VersionMismatch",
+]
+
+RPC_NAMES = [
+    "Future",
+    "RpcBackendOptions",
+    "WorkerInfo",
+    "functions",
+    "get_debug_info",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_initialized",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+PARAMETERS = {
+    "init_rpc": "name, rank=None, world_size=None, rpc_backend_options=None, *, backend=None",
+    "shutdown": "graceful=True, timeout=0",
+    "rpc_sync": "to, func, args=None, kwargs=None, timeout=-1.0",
+    "rpc_async": "to, func, args=None, kwargs=None, timeout=-1.0",
+    "get_worker_info": "worker_name=None",
+    "get_rpc_timeout": "",
+    "get_debug_info": "",
+    "is_initialized": "",
+}
+
+OPTIONS = {
+    "rpc_timeout": 60.0,
+    "init_method": "env://",
+    "init_timeout": 60.0,
+    "connect_timeout": 10.0,
+    "lost_after": 10.0,
+    "num_worker_threads": 16,
+    "transports": None,
+    "bind_address": None,
+    "advertise_address": None,
+    "interface": None,
+    "port": 0,
+    "secret": None,
+    "tls": None,
+    "max_head_bytes": 1 << 30,
+    "max_frame_bytes": 1 << 36,
+    "max_inflight_bytes": 64 << 20,
+    "shared_memory_min_bytes": 128 << 10,
+    "shared_memory_keep_bytes": 512 << 20,
+}
+
+FUTURE_METHODS = [
+    "add_done_callback",
+    "done",
+    "set_exception",
+    "set_result",
+    "then",
+    "value",
+    "wait",
 ]
 
 BUILTIN_BASES = {
@@ -90,3 +150,74 @@ def test_remote_error_shows_traceback_after_pickle():
         str(copy)
         == "ValueError: bad\n\nRaised on worker 'w2':\nTraceback of the worker"
     )
+
+
+# ---------------------------------------------------------------------------------- rpc
+
+
+def test_rpc_exports_are_frozen():
+    assert rpc.__all__ == RPC_NAMES
+
+
+def test_rpc_functions_exports_are_frozen():
+    assert rpc.functions.__all__ == ["async_execution"]
+
+
+@pytest.mark.parametrize("name", RPC_NAMES)
+def test_rpc_export_exists_and_is_described(name):
+    assert inspect.getdoc(getattr(rpc, name))
+
+
+def test_rpc_has_no_public_names_besides_its_exports():
+    public = {name for name in vars(rpc) if not name.startswith("_")}
+
+    assert public - {"annotations"} == set(RPC_NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_rpc_parameters_are_frozen(name):
+    signature = inspect.signature(getattr(rpc, name))
+    bare = signature.replace(
+        parameters=[
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in signature.parameters.values()
+        ],
+        return_annotation=inspect.Signature.empty,
+    )
+
+    assert str(bare) == f"({PARAMETERS[name]})"
+
+
+def test_rpc_options_and_their_defaults_are_frozen():
+    assert dataclasses.asdict(rpc.RpcBackendOptions()) == OPTIONS
+
+
+def test_rpc_options_are_given_by_name_only():
+    make = rpc.RpcBackendOptions
+
+    with pytest.raises(TypeError):
+        make(5.0)  # type: ignore[misc]
+
+
+def test_rpc_options_do_not_show_the_secret():
+    assert "sesame" not in repr(rpc.RpcBackendOptions(secret="sesame"))
+
+
+def test_rpc_future_is_one_of_torch():
+    assert issubclass(rpc.Future, torch.futures.Future)
+
+
+def test_rpc_future_methods_are_frozen():
+    public = [name for name in vars(rpc.Future) if not name.startswith("_")]
+
+    assert sorted(public) == FUTURE_METHODS
+
+
+def test_worker_info_is_what_torch_has():
+    info = rpc.WorkerInfo("trainer", 3)
+
+    assert (info.name, info.id) == ("trainer", 3)
+    assert info == rpc.WorkerInfo("trainer", 3) != rpc.WorkerInfo("trainer", 4)
+    assert hash(info) == 3
+    assert repr(info) == "WorkerInfo(id=3, name=trainer)"
+    assert pickle.loads(pickle.dumps(info)) == info

@@ -593,18 +593,20 @@ class Agent:
                 return []
             self._closed = True
         self.network.is_closing = True
+        error = NotInitialized(
+            f"worker {self.info.name!r} was shut down while the call was in flight"
+        )
+        # First of all: the others close their ends as soon as we say goodbye, and our
+        # calls would seem to fail through their fault.
+        for peer in self.network.peers():
+            peer.end("this worker was shut down", left=True)
+            for call in peer.calls.take_all():
+                call.settle(None, error)
         farewell = encode(Goodbye(reason)).head
         for link, _ in self.network.links():
             with contextlib.suppress(GradwireError):
                 link.send(farewell)
         self._monitor.close()
-        error = NotInitialized(
-            f"worker {self.info.name!r} was shut down while the call was in flight"
-        )
-        for peer in self.network.peers():
-            peer.end("this worker was shut down", left=True)
-            for call in peer.calls.take_all():
-                call.settle(None, error)
         self.network.close()
         self._server.close(_CLOSE_S)
         stuck = self.pool.close(_CLOSE_S)

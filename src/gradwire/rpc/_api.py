@@ -16,6 +16,7 @@ from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._rendezvous import Rendezvous
+from gradwire.rpc._signals import shielded
 from gradwire.rpc._store import open_store
 
 __all__ = [
@@ -108,11 +109,13 @@ def _begin(
     agent = Agent(name, rank, world_size, options)
 
     def contact(other: WorkerRecord) -> bool:
-        network = agent.network
-        return network.probe(other) if other.rank == rank else network.contact(other)
+        if other.rank == rank or other.name == name:
+            return agent.network.probe(other)
+        return agent.network.contact(other)
 
-    record = agent.start()
     try:
+        with shielded():
+            record = agent.start()
         while True:
             left = max(0.001, deadline - time.monotonic())
             rendezvous = Rendezvous(store, record, world_size, left, contact)
@@ -151,17 +154,17 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         raise NotInitialized("RPC has not been initialized. Call init_rpc() first.")
     if not isinstance(timeout, (int, float)) or timeout < 0:
         raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
-    try:
-        # While everybody waits in here, the store still answers.
-        session.rendezvous.leave()
-        if graceful:
-            session.agent.departure.wait(timeout)
-    finally:
-        with _lock:
-            ours = _session is session
-            if ours:
-                _session = None
-        session.agent.close()
+    with shielded():
+        try:
+            # While everybody waits in here, the store still answers.
+            session.rendezvous.leave()
+            if graceful:
+                session.agent.departure.wait(timeout)
+        finally:
+            with _lock:
+                if _session is session:
+                    _session = None
+            session.agent.close()
 
 
 def rpc_sync(

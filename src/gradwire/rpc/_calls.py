@@ -135,9 +135,8 @@ class Credits:
         self._max = max_bytes
         # Guards all below; any calling thread, and those that read answers.
         self._lock = threading.Lock()
-        self._given = threading.Condition(self._lock)
         self._used = 0
-        self._num_waiting = 0
+        self._waiters: list[threading.Lock] = []
         self._closed = False
 
     @property
@@ -150,18 +149,19 @@ class Credits:
 
         A cost above the whole bound is granted when nothing else is taken.
         """
-        with self._lock:
-            while self._used + cost > self._max and self._used > 0 and not self._closed:
-                left = deadline - time.monotonic() if deadline else 3600.0
-                if left <= 0:
-                    return False
-                self._num_waiting += 1
-                try:
-                    interruptible(self._given.wait, left)
-                finally:
-                    self._num_waiting -= 1
-            self._used += cost
-            return True
+        while True:
+            with self._lock:
+                if self._used + cost <= self._max or not self._used or self._closed:
+                    self._used += cost
+                    return True
+                # A bare lock, not a condition: see `Outcome.block`.
+                waiter = threading.Lock()
+                waiter.acquire()
+                self._waiters.append(waiter)
+            left = deadline - time.monotonic() if deadline else 3600.0
+            if left <= 0:
+                return False
+            interruptible(waiter.acquire, True, left)
 
     def force(self, cost: int) -> None:
         """Takes ``cost`` bytes without waiting: nested calls must not wait."""
@@ -173,12 +173,13 @@ class Credits:
         with self._lock:
             if not self._closed:
                 self._used -= cost
-            if self._num_waiting:
-                self._given.notify_all()
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter.release()
 
     def close(self) -> None:
         """Nobody waits any more: the peer is gone, and all bytes are free."""
         with self._lock:
             self._closed = True
             self._used = 0
-            self._given.notify_all()
+        self.give(0)

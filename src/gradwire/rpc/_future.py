@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar, cast
@@ -18,6 +19,8 @@ __all__ = ["Future", "Outcome"]
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+_log = logging.getLogger("gradwire.rpc")
 
 _init_torch_future = torch._C.Future.__init__
 
@@ -187,7 +190,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         context = contextvars.copy_context()
 
         def run() -> None:
-            context.run(callback, self)
+            try:
+                context.run(callback, self)
+            except Exception:  # nobody is there to catch it, and others come after it
+                _log.exception("a callback of a future failed")
 
         if not self._outcome.add_callback(run):
             run()

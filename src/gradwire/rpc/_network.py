@@ -29,7 +29,7 @@ from gradwire.rpc._link import Link, LinkOwner
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
-from gradwire.rpc._signals import interruptible
+from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc._turn import about_to_block
 from gradwire.transport import Connection, Listener, channel_pair, get_transport
 from gradwire.transport._tcp import format_address, parse_address
@@ -260,16 +260,14 @@ class Network:
         limit = time.monotonic() + self._options.connect_timeout
         if deadline:
             limit = min(limit, deadline)
-        with peer.changed:
-            while peer.is_dialing and peer.link is None and peer.fate is None:
-                left = max(0.0, limit - time.monotonic())
-                if not interruptible(peer.changed.wait, left):
-                    raise self._connect_timeout(peer)
+        while not peer.claim_dialing():
+            # Another thread dials, or there is nothing to dial any more.
+            if not wait_in_slices(peer.wait_while_dialing, limit):
+                raise self._connect_timeout(peer)
             if peer.fate is not None:
                 raise peer.error()
             if peer.link is not None:
                 return peer.link
-            peer.is_dialing = True
         try:
             record = self._record_of(peer, limit)
             connection, offset = self._dialer.dial(record, limit)
@@ -278,19 +276,16 @@ class Network:
             if error.code != _handshake.GLARE:
                 raise
         finally:
-            with peer.changed:
-                peer.is_dialing = False
-                peer.changed.notify_all()
+            peer.end_dialing()
         # It dials us at this very moment, and its connection is the one that is kept.
-        link = interruptible(peer.wait_for_link, limit)
-        if link is None:
+        if not wait_in_slices(peer.wait_for_link, limit) or peer.link is None:
             raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
-        return link
+        return peer.link
 
     def _record_of(self, peer: Peer, limit: float) -> WorkerRecord:
         if peer.record is None and not self._joined.is_set():
             about_to_block()  # it called us before we knew the whole group
-            interruptible(self._joined.wait, max(0.0, limit - time.monotonic()))
+            wait_in_slices(self._joined.wait, limit)
         if peer.record is None:
             raise ConnectError(
                 f"the address of worker {peer.info.name!r} is not known",
@@ -363,7 +358,8 @@ class Network:
         if peer is None and not self._joined.is_set():
             # Others may call us before we know the whole group; their handlers wait.
             about_to_block()
-            if interruptible(self._joined.wait, self._options.init_timeout):
+            limit = time.monotonic() + self._options.init_timeout
+            if wait_in_slices(self._joined.wait, limit):
                 return self.find(to)
         if peer is None:
             known = ", ".join(

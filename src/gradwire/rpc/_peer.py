@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from gradwire._ids import WorkerInfo
 from gradwire.errors import ClosedError, PeerLostError
@@ -60,14 +59,35 @@ class Peer:
             self.changed.notify_all()
             return True
 
-    def wait_for_link(self, deadline: float) -> Link | None:
-        """Waits until a connection is there that the peer opens itself."""
+    def claim_dialing(self) -> bool:
+        """Whether the caller is to open the connection; then `end_dialing` must follow."""
         with self.changed:
-            while self.link is None and self.fate is None:
-                left = deadline - time.monotonic()
-                if left <= 0 or not self.changed.wait(left):
-                    return None
-        return self.link
+            if self.is_dialing or self.link is not None or self.fate is not None:
+                return False
+            self.is_dialing = True
+            return True
+
+    def end_dialing(self) -> None:
+        """The attempt is over, whatever came of it."""
+        with self.changed:
+            self.is_dialing = False
+            self.changed.notify_all()
+
+    def wait_while_dialing(self, timeout_s: float) -> bool:
+        """Waits while another thread opens the connection; False at the limit."""
+        with self.changed:
+            return self.changed.wait_for(
+                lambda: not self.is_dialing or self._is_settled, timeout_s
+            )
+
+    def wait_for_link(self, timeout_s: float) -> bool:
+        """Waits for a connection that the peer opens itself; False at the limit."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self._is_settled, timeout_s)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self.link is not None or self.fate is not None
 
     def error(self) -> PeerLostError | ClosedError:
         """Why nothing can be asked of this peer any more."""

@@ -219,7 +219,8 @@ class WorkerPool:
         limit = time.monotonic() + timeout_s
         with self._lock:
             was_closed, self._closed = self._closed, True
-            threads = [t for t in self._threads if t is not threading.current_thread()]
+            me = threading.current_thread()
+            threads = [t for t in self._threads if t is not me]
             # The last thread that leaves closes the poller; it needs the lock for that.
             if self._threads:
                 self.poller.wake_all()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import GradwireError, ShutdownTimeout, UsageError
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future
+from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc.functions import async_execution
 
 if TYPE_CHECKING:
@@ -99,12 +100,15 @@ class Departure:
                 self._coordinate(deadline, timeout_s)
                 return
             self._ensure_connected(coordinator)
-            with self._changed:
-                while not self._released and coordinator.is_usable:
-                    left = deadline - time.monotonic()
-                    if left <= 0:
-                        raise self._timeout([coordinator], timeout_s)
-                    self._changed.wait(min(left, 3600.0))
+
+            def wait(timeout_s: float, coordinator: Peer = coordinator) -> bool:
+                with self._changed:
+                    return self._changed.wait_for(
+                        lambda: self._released or not coordinator.is_usable, timeout_s
+                    )
+
+            if not wait_in_slices(wait, deadline):
+                raise self._timeout([coordinator], timeout_s)
 
     def _coordinator(self) -> Peer | None:
         """The worker that coordinates; None if it is this one."""

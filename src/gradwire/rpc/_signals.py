@@ -16,11 +16,14 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["interruptible", "shielded"]
+__all__ = ["interruptible", "shielded", "wait_in_slices"]
+
+_SLICE_S = 0.05
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,8 +121,33 @@ def shielded() -> _Shield | _NoShield:
     return _shield if threading.get_ident() == _main_thread else _no_shield
 
 
+def wait_in_slices(wait: Callable[[float], bool], limit: float) -> bool:
+    """Waits on an event or a condition, which signals can end between two slices.
+
+    Args:
+        wait: Waits up to so many seconds and tells whether it was successful.
+        limit: When to give up, on the monotonic clock.
+    """
+    while True:
+        left = limit - time.monotonic()
+        if wait(max(0.0, min(left, _SLICE_S))):
+            return True
+        if left <= 0:
+            return False
+        interruptible(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
 def interruptible(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a function that waits, so that signals end the wait also inside a shield."""
+    """Calls a function that waits, so that signals end the wait also inside a shield.
+
+    It must be a single C call, such as the acquiring of a lock: Python code, also that
+    of `threading`, does not survive being interrupted. For waits on events and
+    conditions there is `wait_in_slices`.
+    """
     if _shield.is_up and threading.get_ident() == _main_thread:
         return _shield.wait(function, *args, **kwargs)
     return function(*args, **kwargs)

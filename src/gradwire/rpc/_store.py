@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from gradwire._ids import MAX_RANK
 from gradwire.errors import ConnectError, ConnectTimeout, GradwireError, UsageError
+from gradwire.rpc._signals import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -287,7 +288,12 @@ class StoreThread:
         )
 
     def __enter__(self) -> StoreThread:
-        self._thread.start()
+        try:
+            with shielded():
+                self._thread.start()
+        except BaseException:  # a signal handler raised: nobody calls ``__exit__``
+            self._work.put(None)
+            raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -192,19 +192,6 @@ class _Loan(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
     number: int
 
 
-class _Keeper(weakref.ref["ctypes.Array[ctypes.c_ubyte]"]):
-    """Keeps a segment mapped for a tensor that outlives its connection."""
-
-    __slots__ = ("mapping",)
-    mapping: Mapping
-    # Arrays have no hash, and references to them none either.
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
-_keepers: set[_Keeper] = set()
-
-
 class BorrowedSegments:
     """The receiver's side: mapped segments of the peer, and tensors that live on them.
 
@@ -250,6 +237,8 @@ class BorrowedSegments:
                 f"the peer used segment {number} while it is lent"
             )
         array = (ctypes.c_ubyte * nbytes).from_address(mapping.address)
+        # The tensor holds the array, and so the memory, also when we are gone.
+        array.mapping = mapping  # type: ignore[attr-defined]
         loan = _Loan(array, self._ended.append)
         loan.number = number
         self._loans[number] = loan
@@ -274,17 +263,12 @@ class BorrowedSegments:
 
     def forget(self, number: int) -> None:
         """The peer dropped a segment that it had back."""
-        if self._mapped.pop(number, None) is None or number in self._loans:
+        if number not in self._mapped or number in self._loans:
             raise RemoteProtocolError(f"the peer dropped segment {number} out of turn")
+        del self._mapped[number]
 
     def clear(self) -> None:
         """The connection is closed: forgets all that no tensor uses."""
-        for number, loan in list(self._loans.items()):
-            array, mapping = loan(), self._mapped.get(number)
-            if array is not None and mapping is not None:
-                keeper = _Keeper(array, _keepers.discard)
-                keeper.mapping = mapping
-                _keepers.add(keeper)
         self._mapped.clear()
         self._loans.clear()
 

@@ -58,13 +58,16 @@ CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 class _Bulk(Ticket):
     """Memory of the sender that is being written, straight from where it lies."""
 
-    __slots__ = ("_lock", "_owner", "_written", "view")
+    __slots__ = ("_lock", "_owner", "_unwritten", "view")
 
     def __init__(self, buffer: RawBuffer, write_lock: threading.Lock) -> None:
         address, nbytes, owner = buffer
         self.view = _memory.view(address, nbytes)
         self._owner: object = owner
-        self._written = threading.Event()
+        # A bare lock, held until all is written: waiting for it is a single C call, which
+        # a signal handler may interrupt without harm.
+        self._unwritten = threading.Lock()
+        self._unwritten.acquire()
         self._lock = write_lock
 
     def begin(self) -> None:
@@ -72,14 +75,20 @@ class _Bulk(Ticket):
 
     def finish(self) -> None:
         self._owner = None
-        self._written.set()
+        if self._unwritten.locked():
+            self._unwritten.release()
 
     def wait(self, timeout_s: float | None) -> bool:
-        return self._written.wait(timeout_s)
+        written = self._unwritten.acquire(
+            timeout=-1 if timeout_s is None else timeout_s
+        )
+        if written:
+            self._unwritten.release()
+        return written
 
     def detach(self) -> None:
         with self._lock:  # nobody advances the view meanwhile
-            if not self._written.is_set():
+            if self._unwritten.locked():
                 self.view = memoryview(bytes(self.view))
                 self._owner = None
 

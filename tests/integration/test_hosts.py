@@ -1,0 +1,289 @@
+"""Which transport two workers use depends on where they are.
+
+Another host is another network namespace here, joined to the first by a virtual cable:
+Unix sockets do not reach across it, and it can be cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import cluster as harness
+import functions
+from gradwire import rpc
+from gradwire.errors import ConnectError, PeerLostError
+
+LIMIT_S = 30.0
+SECRET = "a secret of this test"
+CLONE_NEWNET = 0x40000000
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs network namespaces"),
+]
+
+
+class Cable(NamedTuple):
+    """Two namespaces, and their ends of the cable between them."""
+
+    left: str
+    right: str
+    left_address: str
+    right_address: str
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, timeout=LIMIT_S, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def cable() -> Iterator[Cable]:
+    if shutil.which("ip") is None:
+        pytest.skip("the command 'ip' (package iproute2) is missing")
+    left, right = (f"gradwire{os.getpid()}{side}" for side in "lr")
+    try:
+        ip("netns", "add", left)
+        ip("netns", "add", right)
+        ip(
+            *f"link add veth0 netns {left} type veth peer name veth0 netns {right}".split()
+        )
+        for namespace, address in ((left, "1"), (right, "2")):
+            inside = ("-n", namespace)
+            ip(*inside, "address", "add", f"10.213.7.{address}/24", "dev", "veth0")
+            ip(*inside, "link", "set", "lo", "up")
+            ip(*inside, "link", "set", "veth0", "up")
+            with contextlib.suppress(subprocess.CalledProcessError):  # no IPv6 here
+                v6 = f"fd00:213:7::{address}/64"
+                ip(*inside, "address", "add", v6, "dev", "veth0", "nodad")
+        yield Cable(left, right, "10.213.7.1", "10.213.7.2")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here: {error.stderr}")
+    finally:
+        for namespace in (left, right):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", namespace)
+
+
+# ------------------------------------------------------------------ worker processes
+
+
+def enter_namespace(name: str) -> None:
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+    finally:
+        os.close(descriptor)
+
+
+def serve(
+    connection: Any, namespace: str, rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """Runs in a process of its own: joins, then does what the test asks."""
+    signal.alarm(60)  # whatever happens, it does not stay
+    enter_namespace(namespace)
+    torch.set_num_threads(1)
+    try:
+        rpc.init_rpc(f"w{rank}", rank, world_size, rpc.RpcBackendOptions(**options))
+        connection.send((None, None))
+        while True:
+            function, args = pickle.loads(connection.recv())
+            try:
+                connection.send((function(*args), None))
+            except Exception as error:
+                connection.send((None, error))
+    except EOFError:
+        rpc.shutdown(graceful=False)
+    except Exception as error:
+        connection.send((None, RuntimeError(traceback.format_exception(error))))
+
+
+class Worker:
+    def __init__(self, *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._connection, theirs = context.Pipe()
+        with theirs:
+            self._process = context.Process(target=serve, args=(theirs, *args))
+            self._process.start()
+
+    def result(self) -> Any:
+        assert self._connection.poll(LIMIT_S), "the worker does not answer"
+        value, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return value
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        self._connection.send(pickle.dumps((function, args)))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.start(function, *args)
+        return self.result()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(LIMIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(LIMIT_S)
+        self._process.close()
+
+
+@pytest.fixture
+def start_workers() -> Iterator[Callable[..., list[Worker]]]:
+    """Starts one worker in each of the namespaces, and ends them after the test."""
+    harness.ensure_fork_server()
+    started: list[Worker] = []
+
+    def start(*namespaces: str, **options: Any) -> list[Worker]:
+        for rank, namespace in enumerate(namespaces):
+            worker = Worker(namespace, rank, len(namespaces), options)
+            started.append(worker)
+        for worker in started:
+            worker.result()
+        return started
+
+    yield start
+    for worker in started:
+        worker.close()
+
+
+def call_all(world_size: int) -> dict[str, str]:
+    """Calls every other worker; returns which transport was used to which of them."""
+    own = rpc.get_worker_info().id
+    others = [rank for rank in range(world_size) if rank != own]
+    tensor = torch.arange(100_000)
+    for rank in others:
+        assert rpc.rpc_sync(rank, functions.add, (1, 2), timeout=LIMIT_S) == 3
+        found = rpc.rpc_sync(rank, torch.add, (tensor, 1), timeout=LIMIT_S)
+        assert torch.equal(found, tensor + 1)
+    transports: dict[str, str] = rpc.get_debug_info()["transports"]
+    return {f"w{rank}": transports[f"w{rank}"] for rank in others}
+
+
+# ------------------------------------------------------------------------------ tests
+
+
+def test_each_pair_uses_the_transport_that_reaches(cable, start_workers):
+    place = f"tcp://{cable.left_address}:29531"
+
+    workers = start_workers(
+        cable.left, cable.left, cable.right, init_method=place, secret=SECRET
+    )
+
+    assert [worker.run(call_all, 3) for worker in workers] == [
+        {"w1": "unix", "w2": "tcp"},
+        {"w0": "unix", "w2": "tcp"},
+        {"w0": "tcp", "w1": "tcp"},
+    ]
+
+
+def test_interface_is_advertised(cable, start_workers, tmp_path):
+    workers = start_workers(
+        cable.left,
+        cable.right,
+        init_method=f"file://{tmp_path}/store",
+        interface="veth0",
+        secret=SECRET,
+    )
+
+    assert workers[0].run(call_all, 2) == {"w1": "tcp"}
+    assert workers[1].run(call_all, 2) == {"w0": "tcp"}
+
+
+def test_ipv6_works_between_hosts(cable, start_workers):
+    place = "tcp://[fd00:213:7::1]:29532"
+    shown = subprocess.run(
+        ["ip", "-n", cable.left, "-6", "address"],
+        capture_output=True,
+        check=True,
+        timeout=LIMIT_S,
+    )
+    if b"fd00:213:7::1" not in shown.stdout:
+        pytest.skip("this host has no IPv6")
+
+    workers = start_workers(cable.left, cable.right, init_method=place, secret=SECRET)
+
+    assert [worker.run(call_all, 2) for worker in workers] == [
+        {"w1": "tcp"},
+        {"w0": "tcp"},
+    ]
+
+
+def test_hosts_without_a_secret_say_what_to_do(cable, start_workers, tmp_path):
+    workers = start_workers(
+        cable.left, cable.right, init_method=f"file://{tmp_path}/store"
+    )
+
+    with pytest.raises(ConnectError, match=r"another host.*GRADWIRE_SECRET"):
+        workers[0].run(call_all, 2)
+
+
+def test_cut_network_is_noticed(cable, start_workers):
+    place = f"tcp://{cable.left_address}:29533"
+    workers = start_workers(
+        cable.left,
+        cable.left,
+        cable.right,
+        init_method=place,
+        secret=SECRET,
+        lost_after=1.0,
+    )
+    for worker in workers:
+        worker.run(call_all, 3)
+    workers[0].start(block_on, "w2")
+    workers[1].run(rpc.rpc_sync, "w2", functions.wait_until_blocked, ("cut",))
+    ip("-n", cable.right, "link", "set", "veth0", "down")
+    try:
+        with pytest.raises(PeerLostError, match=r"'w2'.*nothing was heard of it"):
+            workers[0].result()
+
+        assert workers[0].run(rpc.rpc_sync, "w1", functions.add, (1, 2)) == 3
+    finally:
+        ip("-n", cable.right, "link", "set", "veth0", "up")
+        workers[2].run(functions.set_event, "cut")
+
+
+def block_on(name: str) -> None:
+    rpc.rpc_sync(name, functions.block_until_set, ("cut",), timeout=0)
+
+
+def test_tcp_can_be_forced_on_one_host(make_cluster):
+    workers = make_cluster(
+        2, {"transports": ("tcp",), "bind_address": "127.0.0.1"}, secret=SECRET
+    )
+
+    assert workers.run(0, call_all, 2) == {"w1": "tcp"}
+    assert workers.run(1, call_all, 2) == {"w0": "tcp"}
+
+
+def test_one_host_uses_unix_unless_told_otherwise(make_cluster):
+    workers = make_cluster(2, {"bind_address": "127.0.0.1"}, secret=SECRET)
+
+    assert workers.run(0, call_all, 2) == {"w1": "unix"}
+
+
+def test_order_of_the_option_is_the_preference(make_cluster):
+    workers = make_cluster(
+        2, {"transports": ("tcp", "unix"), "bind_address": "127.0.0.1"}, secret=SECRET
+    )
+
+    assert workers.run(0, call_all, 2) == {"w1": "tcp"}

@@ -1,0 +1,386 @@
+"""SIGINT at any moment: the call ends, and everything else goes on as if nothing were."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import functions as targets
+import probes
+from cluster import Cluster, Handle
+from gradwire import rpc
+from gradwire.errors import GradwireError
+
+pytestmark = pytest.mark.multiproc
+
+ENOUGH = 300
+"""How many interrupts have to hit inside of calls."""
+
+LIMIT_S = 20.0
+
+STEP = 2
+"""Every so many-th point is tried, from a random one on, to save time."""
+
+
+# ------------------------------------------------------------------- run by workers
+
+
+@dataclass
+class Report:
+    """What happened in a worker that was interrupted."""
+
+    num_hits: int = 0
+    num_results: int = 0
+    num_results_elsewhere: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class _Interrupter:
+    """Turns SIGINT into KeyboardInterrupt, at most once for each `armed`."""
+
+    def __init__(self) -> None:
+        self._armed = False
+        self.num_hits = 0
+
+    def __enter__(self) -> _Interrupter:
+        self._before = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Signals may still come: ignored, until the process ends.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._armed:
+            self._armed = False
+            self.num_hits += 1
+            raise KeyboardInterrupt
+
+    def run(self, function: Callable[[], Any]) -> tuple[bool, Any]:
+        """Runs a function that may be interrupted; whether it came to its end."""
+        try:
+            self._armed = True
+            value = function()
+            self._armed = False
+        except KeyboardInterrupt:
+            return False, None
+        return True, value
+
+
+def _call_sync(to: str, number: int) -> Any:
+    return rpc.rpc_sync(to, targets.echo, (number,), timeout=LIMIT_S)
+
+
+def _call_async(to: str, number: int) -> Any:
+    return rpc.rpc_async(to, targets.echo, (number,), timeout=LIMIT_S).wait()
+
+
+def _call_many(to: str, number: int) -> Any:
+    futures = [rpc.rpc_async(to, targets.echo, (number + i,)) for i in range(20)]
+    return (
+        futures[0].wait()
+        + sum(f.wait() for f in futures)
+        - sum(f.wait() for f in futures)
+    )
+
+
+def _call_pair(to: str, number: int) -> Any:
+    futures = [rpc.rpc_async(to, targets.echo, (number,)) for _ in range(2)]
+    return max(future.wait() for future in futures)
+
+
+def _call_with_tensor(nbytes: int) -> Callable[[str, int], Any]:
+    def call(to: str, number: int) -> Any:
+        sent = torch.full((nbytes // 8,), number)
+        received = rpc.rpc_sync(to, targets.echo, (sent,), timeout=LIMIT_S)
+        assert torch.equal(sent, received)
+        return number
+
+    return call
+
+
+KINDS: dict[str, Callable[[str, int], Any]] = {
+    "sync": _call_sync,
+    "async": _call_async,
+    "many": _call_many,
+    "pair": _call_pair,
+    "small tensor": _call_with_tensor(64 << 10),
+    "large tensor": _call_with_tensor(512 << 10),
+}
+
+
+def call_under_fire(to: str, kinds: list[str], enough: int) -> Report:
+    """Calls until enough interrupts have hit, on the main thread and beside it."""
+    report = Report()
+    done = threading.Event()
+
+    def call_beside() -> None:
+        number = 0
+        while not done.is_set():
+            number += 1
+            try:
+                if _call_sync(to, -number) != -number:
+                    report.problems.append(f"another thread's call {number} is wrong")
+                if _call_async(to, -number) != -number:
+                    report.problems.append(f"another thread's call {number} is wrong")
+            except BaseException as error:
+                report.problems.append(f"another thread's call {number}: {error!r}")
+                return
+            report.num_results_elsewhere += 2
+
+    beside = threading.Thread(target=call_beside)
+    deadline = time.monotonic() + LIMIT_S
+    with _Interrupter() as interrupter:
+        beside.start()
+        number = 0
+        while interrupter.num_hits < enough and time.monotonic() < deadline:
+            number += 1
+            call = KINDS[kinds[number % len(kinds)]]
+            try:
+                ended, value = interrupter.run(lambda: call(to, number))  # noqa: B023
+            except Exception as error:
+                report.problems.append(f"call {number}: {error!r}")
+                break
+            if ended:
+                report.num_results += 1
+                if value != number:
+                    report.problems.append(f"call {number} returned {value!r}")
+    done.set()
+    beside.join(LIMIT_S)
+    if beside.is_alive():
+        report.problems.append("another thread's call hangs")
+    report.num_hits = interrupter.num_hits
+    return report
+
+
+# A signal's handler runs when the interpreter looks for it: after a call, at the begin of
+# a function, and when a loop goes round. The tests below interrupt at each such point of
+# the package, one after the other; random signals rarely find the narrow ones.
+
+_PACKAGE = os.path.dirname(os.path.dirname(rpc.__file__ or ""))
+_TRACED = (_PACKAGE, threading.__file__)
+
+
+def _looks_for_signals(name: str) -> bool:
+    return name.startswith(("CALL", "RESUME")) or "JUMP_BACKWARD" in name
+
+
+@functools.cache
+def _find_points(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions that follow a look for signals."""
+    instructions = list(dis.get_instructions(code))
+    return frozenset(
+        after.offset
+        for before, after in itertools.pairwise(instructions)
+        if _looks_for_signals(before.opname)
+    )
+
+
+class _Tracer:
+    """Sends SIGINT to the process when the main thread comes to its n-th point."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._count = 0
+        self.where = ""
+
+    def on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_TRACED):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._on_step
+
+    def _on_step(self, frame: FrameType, event: str, _arg: object) -> Any:
+        if event == "opcode" and frame.f_lasti in _find_points(frame.f_code):
+            self._count += 1
+            if self._count == self._number:
+                file = os.path.basename(frame.f_code.co_filename)
+                self.where = f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+                signal.raise_signal(signal.SIGINT)
+        return self._on_step
+
+
+def interrupt_everywhere(to: str, kind: str, first: int, step: int) -> tuple[int, str]:
+    """The number of the last point, and what went wrong after one of them."""
+    call = KINDS[kind]
+    call(to, 1)
+    with _Interrupter() as interrupter:
+        for number in itertools.count(first, step):
+            tracer = _Tracer(number)
+            problem = ""
+            sys.settrace(tracer.on_call)
+            try:
+                if interrupter.run(lambda: call(to, 2))[0]:
+                    problem = "the interrupt was swallowed"
+            except Exception as error:
+                problem = f"the call failed: {error!r}"
+            finally:
+                sys.settrace(None)
+            if not tracer.where:
+                return number, problem if "failed" in problem else ""
+            problem = problem or _find_problem(to)
+            if problem:
+                return number, f"{problem} (point {number}, {tracer.where})"
+    raise AssertionError("a count without end has ended")
+
+
+def _find_problem(to: str) -> str:
+    for call in (_call_sync, _call_async, KINDS["large tensor"]):
+        start = time.monotonic()
+        try:
+            if call(to, 3) != 3:
+                return "a later call returned something else"
+        except GradwireError as error:
+            return f"a later call failed: {error!r}"
+        if time.monotonic() - start > 2.0:
+            return "a later call was slow"
+    try:
+        probes.wait_until(is_quiet, "nothing is in flight", limit_s=3.0)
+    except AssertionError as error:
+        return f"{error}: {rpc.get_debug_info()}"
+    return ""
+
+
+def is_quiet() -> bool:
+    info = rpc.get_debug_info()
+    return info["client_active_calls"] == info["inflight_bytes"] == 0
+
+
+def wait_and_be_interrupted(to: str, sync: bool) -> float:
+    """When the interrupt ended the wait, on the clock that all processes share."""
+    with _Interrupter() as interrupter:
+
+        def wait() -> None:
+            if sync:
+                rpc.rpc_sync(to, targets.block_until_set, ("held",), timeout=LIMIT_S)
+            else:
+                rpc.rpc_async(to, targets.block_until_set, ("held",)).wait()
+
+        ended, _ = interrupter.run(wait)
+    assert not ended
+    return time.monotonic()
+
+
+# ------------------------------------------------------------------------- the tests
+
+
+def fire_until_done(cluster: Cluster, rank: int, handle: Handle, seed: int) -> Report:
+    """Sends signals at random moments while the worker runs; what it reports."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    pid = cluster.pid(rank)
+    done = threading.Event()
+
+    def fire() -> None:
+        # The worker ignores them before its handler is there.
+        while not done.wait(chance.uniform(0.0, 0.004)):
+            os.kill(pid, signal.SIGINT)
+
+    shooter = threading.Thread(target=fire)
+    shooter.start()
+    try:
+        report: Report = handle.result(LIMIT_S + 10)
+    finally:
+        done.set()
+        shooter.join()
+    return report
+
+
+def ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["sync"],
+        ["async"],
+        ["many"],
+        ["small tensor"],
+        ["large tensor"],
+    ],
+    ids=lambda kinds: kinds[0].replace(" ", "_"),
+)
+def test_interrupts_leave_connection_and_other_calls_alone(make_cluster, kinds):
+    cluster = make_cluster(2)
+    cluster.run(0, ignore_interrupts)
+    handle = cluster.start(0, call_under_fire, "w1", kinds, ENOUGH)
+
+    report = fire_until_done(cluster, 0, handle, random.randrange(1 << 32))
+
+    assert report.problems == []
+    assert report.num_hits >= ENOUGH
+    assert report.num_results_elsewhere > 20
+    # The one connection that there was is still there, in both directions.
+    assert cluster.run(0, _call_sync, "w1", 7) == 7
+    assert cluster.run(1, _call_sync, "w0", 8) == 8
+    for rank in (0, 1):
+        info = cluster.run(rank, rpc.get_debug_info)
+        assert info["workers_lost"] == 0
+
+
+def test_interrupted_calls_are_forgotten_when_their_answer_comes(make_cluster):
+    cluster = make_cluster(2)
+    cluster.run(0, ignore_interrupts)
+    handle = cluster.start(0, call_under_fire, "w1", list(KINDS), ENOUGH)
+
+    report = fire_until_done(cluster, 0, handle, random.randrange(1 << 32))
+
+    assert report.problems == []
+    probes.wait_until(lambda: cluster.run(0, is_quiet), "nothing is in flight")
+
+
+@pytest.mark.skipif(
+    sys.implementation.name != "cpython", reason="knows where CPython looks for signals"
+)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        pytest.param("sync", {}, id="sync"),
+        pytest.param("async", {}, id="async"),
+        pytest.param("pair", {"max_inflight_bytes": 1}, id="credit"),
+        pytest.param("small tensor", {}, id="small_tensor"),
+        pytest.param("large tensor", {}, id="shared_memory"),
+        pytest.param("large tensor", {"shared_memory_min_bytes": 1 << 30}, id="stream"),
+    ],
+)
+def test_interrupt_is_safe_at_every_point(make_cluster, kind, options):
+    cluster = make_cluster(2, {"rpc_timeout": 8.0, **options})
+    first = random.randint(1, STEP)
+    print(f"every point from {first} on in steps of {STEP}")
+
+    last, problem = cluster.run(0, interrupt_everywhere, "w1", kind, first, STEP)
+
+    assert problem == ""
+    assert last > 50
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_interrupt_ends_a_wait_at_once(make_cluster, sync):
+    cluster = make_cluster(2)
+    cluster.run(0, ignore_interrupts)
+    waiting = cluster.start(0, wait_and_be_interrupted, "w1", sync)
+    cluster.run(1, targets.wait_until_blocked, "held")
+
+    # The request is there, so the caller waits or is about to.
+    start = time.monotonic()
+    os.kill(cluster.pid(0), signal.SIGINT)
+    end = waiting.result()
+
+    assert end - start < 1.0
+    cluster.run(1, targets.set_event, "held")
+    assert cluster.run(0, _call_sync, "w1", 1) == 1

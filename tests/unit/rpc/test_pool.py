@@ -1,0 +1,245 @@
+"""The agent's threads."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gradwire.rpc import _pool
+from gradwire.rpc._pool import WorkerPool
+
+LIMIT_S = 10.0
+
+
+class Checker:
+    """Calls `check_stall` as the monitor does, while it is wanted."""
+
+    def __init__(self) -> None:
+        self.pool: WorkerPool
+        self.wanted = threading.Event()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop:
+            self.wanted.wait(0.05)
+            if self.wanted.is_set() and not self.pool.check_stall():
+                self.wanted.clear()
+            time.sleep(0.002)
+
+    def start(self, pool: WorkerPool) -> None:
+        self.pool = pool
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop = True
+        self._thread.join(LIMIT_S)
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., WorkerPool]]:
+    made: list[tuple[WorkerPool, Checker]] = []
+
+    def make(keep_idle: int = 4) -> WorkerPool:
+        checker = Checker()
+        pool = WorkerPool("test", keep_idle, checker.wanted.set)
+        pool.start()
+        checker.start(pool)
+        made.append((pool, checker))
+        return pool
+
+    yield make
+    for pool, checker in made:
+        checker.stop()
+        assert pool.close(LIMIT_S) == []
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.005)
+
+
+def test_submitted_work_runs_on_a_pool_thread(make_pool):
+    pool = make_pool()
+    found: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+
+    pool.submit(
+        lambda: found.put((threading.current_thread().name, pool.is_pool_thread))
+    )
+
+    name, is_pool_thread = found.get(timeout=LIMIT_S)
+    assert name.startswith("gradwire-test-")
+    assert is_pool_thread
+    assert not pool.is_pool_thread
+
+
+def test_much_work_is_done_once_each(make_pool):
+    pool = make_pool()
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    pool.submit(*[lambda n=n: done.put(n) for n in range(500)])
+
+    assert sorted(done.get(timeout=LIMIT_S) for _ in range(500)) == list(range(500))
+
+
+def test_work_that_blocks_does_not_stop_others(make_pool):
+    pool = make_pool(keep_idle=1)
+    gate = threading.Event()
+    entered = threading.Semaphore(0)
+
+    def block() -> None:
+        entered.release()
+        assert gate.wait(LIMIT_S)
+
+    pool.submit(*[block] * 40)
+    for _ in range(40):
+        assert entered.acquire(timeout=LIMIT_S)
+    assert pool.num_threads > 40
+
+    done = threading.Event()
+    pool.submit(done.set)
+
+    assert done.wait(LIMIT_S)
+    gate.set()
+
+
+def test_pool_shrinks_when_its_threads_are_idle(make_pool, monkeypatch):
+    monkeypatch.setattr(_pool, "_IDLE_S", 0.05)
+    pool = make_pool(keep_idle=2)
+    gate = threading.Event()
+    entered = threading.Semaphore(0)
+
+    def block() -> None:
+        entered.release()
+        assert gate.wait(LIMIT_S)
+
+    pool.submit(*[block] * 20)
+    for _ in range(20):
+        assert entered.acquire(timeout=LIMIT_S)
+    assert pool.num_threads > 20
+
+    gate.set()
+
+    wait_until(lambda: pool.num_threads <= 3)
+    assert pool.num_threads >= 1
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(LIMIT_S)
+
+
+def test_failing_work_is_logged_and_the_pool_goes_on(make_pool, caplog):
+    pool = make_pool()
+
+    def fail() -> None:
+        raise ValueError("bad work")
+
+    pool.submit(*[fail] * 10)
+    done = threading.Event()
+    pool.submit(done.set)
+
+    assert done.wait(LIMIT_S)
+    wait_until(lambda: caplog.text.count("ValueError: bad work") == 10)
+    assert "an internal task failed" in caplog.text
+    wait_until(lambda: pool.num_idle == pool.num_threads)
+
+
+def test_descriptor_event_calls_back_on_a_pool_thread(make_pool):
+    pool = make_pool()
+    events: queue.SimpleQueue[tuple[bool, bool, bool]] = queue.SimpleQueue()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pool.watch(ours.fileno(), lambda r, w: events.put((r, w, pool.is_pool_thread)))
+        pool.poller.arm(ours.fileno(), True, False)
+        theirs.send(b"x")
+
+        assert events.get(timeout=LIMIT_S) == (True, False, True)
+        pool.unwatch(ours.fileno())
+
+
+def test_failing_callback_is_logged_and_the_pool_goes_on(make_pool, caplog):
+    pool = make_pool()
+    called = threading.Semaphore(0)
+
+    def fail(readable: bool, writable: bool) -> None:
+        called.release()
+        raise ValueError("bad callback")
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pool.watch(ours.fileno(), fail)
+        theirs.send(b"x")
+        for _ in range(10):
+            pool.poller.arm(ours.fileno(), True, False)
+            assert called.acquire(timeout=LIMIT_S)
+        pool.unwatch(ours.fileno())
+
+    wait_until(lambda: "bad callback" in caplog.text)
+
+
+def test_unwatched_descriptor_is_quiet(make_pool):
+    pool = make_pool()
+    events: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pool.watch(ours.fileno(), lambda r, w: events.put(r))
+        pool.poller.arm(ours.fileno(), True, False)
+
+        pool.unwatch(ours.fileno())
+        pool.unwatch(ours.fileno())
+        theirs.send(b"x")
+
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.05)
+
+
+def test_ensure_follower_leaves_a_thread_that_waits(make_pool):
+    pool = make_pool(keep_idle=1)
+    done = threading.Event()
+    idle: list[int] = []
+
+    def work() -> None:
+        pool.ensure_follower()
+        idle.append(pool.num_idle)
+        done.set()
+
+    pool.submit(work)
+
+    assert done.wait(LIMIT_S)
+    assert idle[0] >= 1
+
+
+def test_close_names_threads_that_are_busy(make_pool):
+    pool = WorkerPool("busy", 2, lambda: None)
+    pool.start()
+    entered, gate = threading.Event(), threading.Event()
+    names: list[str] = []
+
+    def block() -> None:
+        names.append(threading.current_thread().name)
+        entered.set()
+        gate.wait(LIMIT_S)
+
+    pool.submit(block)
+    assert entered.wait(LIMIT_S)
+
+    assert pool.close(0.05) == names
+    gate.set()
+    assert pool.close(LIMIT_S) == []
+
+
+def test_close_from_a_pool_thread_returns(make_pool):
+    pool = WorkerPool("self", 2, lambda: None)
+    pool.start()
+    stuck: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+
+    pool.submit(lambda: stuck.put(pool.close(LIMIT_S)))
+
+    assert stuck.get(timeout=LIMIT_S) == []
+    wait_until(lambda: pool.num_threads == 0)
