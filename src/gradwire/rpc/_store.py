@@ -86,8 +86,9 @@ def open_store(
     place = options.init_method
     # Given a world size, torch's TCP store would wait in its constructor for all the
     # workers, with an error that does not say who is missing. The rendezvous knows
-    # better whom to wait for. A file store counts its users, to delete the file.
-    told_size = _UNGIVEN if url.scheme in ("env", "tcp") else world_size
+    # better whom to wait for. A file store would delete its file when its last user
+    # leaves, under the hands of whoever has just opened it for the next round.
+    told_size = _UNGIVEN
     if url.scheme == "file":
         _check_file(url)
     elif url.scheme in ("env", "tcp"):

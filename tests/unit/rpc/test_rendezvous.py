@@ -480,7 +480,7 @@ def test_record_of_another_rank_is_refused(store):
         {"boot_id": "b" * 257},
         {"network_namespace": "\n"},
         {"addresses": {"tcp": "x" * 257}},
-        {"addresses": {"tcp": "caf\u00e9"}},
+        {"addresses": {"tcp": "na\u00efve"}},
         {"addresses": {"tcp": "a\x00"}},
         {"addresses": {str(i): "a" for i in range(9)}},
         {"addresses": ["a"]},
