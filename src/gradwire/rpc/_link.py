@@ -68,7 +68,7 @@ class Link:
         self._owner = owner
         self._fileno = connection.fileno()
         self._gauge = SpinGauge()
-        self._quiet_since = time.perf_counter()
+        self._quiet_since = self._last_called = time.perf_counter()
         self._is_ready = readiness(self._fileno)
         # Guards all below: readers, senders, those who handle what was read, the monitor.
         self._lock = threading.Lock()
@@ -257,9 +257,12 @@ class Link:
                     return
         finally:
             set_turn(before)
-            # In a flood, the same caller waits for its next answer in a moment: arming
-            # the link in between would only wake a thread to fight with it.
-            later = len(calls) > 0 and not self._num_waiting
+            # A caller that calls again and again waits for its next answer in a moment:
+            # arming the link in between would only cost, or wake a thread to fight with.
+            now = time.perf_counter()
+            is_rapid = now - self._last_called < LONGEST_TURN_S / 2
+            self._last_called = now
+            later = (is_rapid or len(calls) > 0) and not self._num_waiting
             self.end_turn(turn, later=later)
             if later:
                 self._owner.turn_begins()

@@ -45,6 +45,7 @@ class _Shield:
         self._hook = self._on_signal
         # Never emptied: should the hook be left in place, it still finds the handler.
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._hooked: list[int] = []
         self._put_off: list[int] = []
 
     def __enter__(self) -> None:
@@ -54,9 +55,11 @@ class _Shield:
         try:
             for number in _SIGNALS:
                 handler = _signal.getsignal(number)
-                if callable(handler) and handler is not self._hook:
-                    self._handlers[number] = handler
-                    _signal.signal(number, self._hook)
+                if callable(handler):
+                    self._hooked.append(number)
+                    if handler is not self._hook:
+                        self._handlers[number] = handler
+                        _signal.signal(number, self._hook)
         except BaseException:  # a handler that raised before it was put off
             self._lower()
             raise
@@ -72,9 +75,9 @@ class _Shield:
         # raises below, nothing is left broken.
         self._depth = 0
         put_off, self._put_off = self._put_off, []
-        for number in _SIGNALS:
-            if _signal.getsignal(number) is self._hook:
-                _signal.signal(number, self._handlers[number])
+        hooked, self._hooked = self._hooked, []
+        for number in hooked:
+            _signal.signal(number, self._handlers[number])
         for number in put_off:
             self._handlers[number](number, None)
 
