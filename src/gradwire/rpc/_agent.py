@@ -52,7 +52,7 @@ from gradwire.rpc._serving import (
 )
 from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import interruptible, shielded
-from gradwire.rpc._turn import LONGEST_TURN_S, about_to_block
+from gradwire.rpc._turn import LOOK_S, about_to_block
 from gradwire.transport import Frame
 from gradwire.wire import (
     Call,
@@ -250,7 +250,7 @@ class Agent:
             peer.calls.take(call.id)
             raise
         if hold:
-            self._monitor.call_by(time.monotonic() + LONGEST_TURN_S)
+            self._monitor.call_by(time.monotonic() + LOOK_S)
         if ticket is not None:
             left = call.deadline - time.monotonic() if call.deadline else None
             # The peer reads at all times, so this ends with its life at the latest.
@@ -382,7 +382,7 @@ class Agent:
 
     def turn_begins(self) -> None:
         """See `LinkOwner`."""
-        self._monitor.call_by(time.monotonic() + LONGEST_TURN_S)
+        self._monitor.call_by(time.monotonic() + LOOK_S)
 
     def _on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
         call = peer.calls.take(message.id)  # type: ignore[attr-defined]
@@ -502,7 +502,7 @@ class Agent:
             due = self._round(now)
             with self._lock:  # a call may have brought it forward meanwhile
                 self._next_round = min(self._next_round, due)
-        return min(self._next_round, now + LONGEST_TURN_S if serving else float("inf"))
+        return min(self._next_round, now + LOOK_S if serving else float("inf"))
 
     def _note_deadline(self, deadline: float) -> None:
         """Makes the monitor look at the calls by then; after the call was entered."""

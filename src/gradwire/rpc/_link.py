@@ -18,7 +18,7 @@ from gradwire.errors import ProtocolError
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import SpinGauge, readiness
-from gradwire.rpc._turn import LONGEST_TURN_S, Turn, current_turn, set_turn
+from gradwire.rpc._turn import LONGEST_TURN_S, LOOK_S, Turn, current_turn, set_turn
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
 __all__ = ["Link", "LinkOwner"]
@@ -199,10 +199,12 @@ class Link:
         self.flush()
 
     def check_turn(self, now: float) -> bool:
-        """Ends a turn that serves for too long; returns whether one goes on."""
+        """Ends a turn that serves for too long; returns whether to look again soon."""
         self.flush()
         with self._lock:
             if self._reader is None and not self._reading_wanted:
+                if time.perf_counter() - self._last_called < LOOK_S:
+                    return True  # the caller that left it so is likely to come back
                 self._arm(read=True)
         turn = self._turn
         if turn is None:
@@ -260,7 +262,7 @@ class Link:
             # A caller that calls again and again waits for its next answer in a moment:
             # arming the link in between would only cost, or wake a thread to fight with.
             now = time.perf_counter()
-            is_rapid = now - self._last_called < LONGEST_TURN_S / 2
+            is_rapid = now - self._last_called < LOOK_S / 2
             self._last_called = now
             later = (is_rapid or len(calls) > 0) and not self._num_waiting
             self.end_turn(turn, later=later)

@@ -53,7 +53,8 @@ _log = logging.getLogger("gradwire.rpc")
 INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
 """Begin of the names of functions that agents call for themselves."""
 
-_SLOW_S = 200e-6
+_SLOW_S = 500e-6
+_SLOW_TIMES = 3
 
 POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
 """What the value of a call is; see `gradwire.wire.Call`."""
@@ -70,13 +71,16 @@ class Server:
         self._lock = threading.Lock()
         self.num_active = 0
         self.num_served = 0
-        # How long each function took the last time. Written without a lock: any of two
-        # values at the same time is as good.
-        self._durations: dict[str | None, float] = {}
+        # How often in a row each function took long. Written without a lock: of two
+        # values at the same time, either is good enough.
+        self._times_slow: dict[str | None, int] = {}
 
     def is_slow(self, target: str | None) -> bool:
-        """Whether a function took so long the last time that others should not wait."""
-        return self._durations.get(target, 0.0) > _SLOW_S
+        """Whether a function takes so long that others should not wait for it.
+
+        Once or twice proves nothing: the thread may have been kept from running.
+        """
+        return self._times_slow.get(target, 0) >= _SLOW_TIMES
 
     def serve(self, link: Link, peer: Peer, call: Call, frame: Frame) -> None:
         """Runs a call and answers it, on a thread of the pool.
@@ -116,7 +120,7 @@ class Server:
             del args, kwargs
             request.fail(error)
             return
-        self._durations[call.target] = time.perf_counter() - start
+        self._note_duration(call.target, time.perf_counter() - start)
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
@@ -128,6 +132,12 @@ class Server:
             request.succeed_later(result, function)
         else:
             request.succeed(result)
+
+    def _note_duration(self, target: str | None, duration_s: float) -> None:
+        if duration_s > _SLOW_S:
+            self._times_slow[target] = self._times_slow.get(target, 0) + 1
+        elif target in self._times_slow:
+            self._times_slow.pop(target, None)
 
     def _unpack(
         self, peer: Peer, call: Call, frame: Frame

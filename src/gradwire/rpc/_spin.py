@@ -11,7 +11,7 @@ __all__ = ["SpinGauge", "readiness"]
 
 _LONGEST_SPIN_S = 500e-6
 _PREEMPTED_S = 500e-6
-_FEWEST_SKIPPED, _MOST_SKIPPED = 16, 1024
+_FEWEST_SKIPPED, _MOST_SKIPPED = 8, 512
 
 
 def readiness(*filenos: int) -> Callable[[float], object]:
@@ -30,7 +30,8 @@ class SpinGauge:
     Waking a sleeping process costs more than a whole call, so a short wait is best
     spent looking; but only if waits are short, and only where the peer runs at the same
     time on another core. The gauge keeps the typical wait. A gap between two looks
-    means that somebody else needed the core: then there is no spinning for a while.
+    means that somebody else needed the core: then there is no spinning for a while, and
+    if that goes on, for longer and longer.
     """
 
     # One spinning thread per process is enough. Not a lock: a signal could come between
@@ -64,12 +65,13 @@ class SpinGauge:
             while not is_ready(0):
                 now = time.perf_counter()
                 if now - last > _PREEMPTED_S:
-                    self._skip = self._penalty = min(2 * self._penalty, _MOST_SKIPPED)
+                    self._skip = self._penalty
+                    self._penalty = min(2 * self._penalty, _MOST_SKIPPED)
                     return False
                 if now - start > limit:
                     return False
                 last = now
-            self._penalty = max(_FEWEST_SKIPPED, self._penalty - 1)
+            self._penalty = _FEWEST_SKIPPED
             return True
         finally:
             SpinGauge._is_taken = False

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LONGEST_TURN_S",
+    "LOOK_S",
     "Turn",
     "about_to_block",
     "current_turn",
@@ -34,7 +35,11 @@ __all__ = [
     "set_turn",
 ]
 
-LONGEST_TURN_S = 0.005
+LONGEST_TURN_S = 0.02
+"""More than a few of the interpreter's switch intervals: a thread that only waits for the
+interpreter lock, or was not given a core, must not be taken for one that blocks."""
+LOOK_S = 0.005
+"""How often the monitor looks while there is something to look at."""
 
 _local = threading.local()
 
