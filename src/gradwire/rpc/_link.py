@@ -23,7 +23,7 @@ from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
 __all__ = ["Link", "LinkOwner"]
 
-_MOST_HELD = 32
+_MOST_HELD = 64
 
 
 class LinkOwner(Protocol):
@@ -203,8 +203,12 @@ class Link:
         self.flush()
         with self._lock:
             if self._reader is None and not self._reading_wanted:
-                if time.perf_counter() - self._last_called < LOOK_S:
-                    return True  # the caller that left it so is likely to come back
+                # The caller that left it so is likely to come back, the more so while it
+                # sends; but answers must not wait for it for long.
+                away_s = time.perf_counter() - self._last_called
+                is_sending = now - self.last_sent < LOOK_S
+                if away_s < (LONGEST_TURN_S if is_sending else LOOK_S):
+                    return True
                 self._arm(read=True)
         turn = self._turn
         if turn is None:

@@ -137,7 +137,8 @@ def encode(
         if value is NO_VALUE:
             return _join(kind, message, b"", [], [], [])
         if thread_state_is_clean():
-            return _encode_with_value(kind, message, value, on_tensors)
+            small = _encode_small(kind, message, value) if on_tensors is None else None
+            return small or _encode_with_value(kind, message, value, on_tensors)
         with clean_thread_state():
             return _encode_with_value(kind, message, value, on_tensors)
     except _MSGPACK_ERRORS as error:
@@ -228,10 +229,6 @@ def decode_value(
 def _encode_with_value(
     kind: int, message: Message, value: Any, on_tensors: _OnTensors | None
 ) -> Outgoing:
-    if on_tensors is None:
-        small = _encode_small(kind, message, value)
-        if small is not None:
-            return small
     table = TensorTable()
     body = _flatten(value, table)
     if body is not None:
