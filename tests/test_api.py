@@ -104,9 +104,13 @@ def all_errors():
     found, queue = [], [errors.GradwireError]
     while queue:
         found.append(queue.pop())
-        # Other modules may derive from the tree; what they add is theirs to freeze.
+        # Other modules may derive from the tree; what they add is theirs to freeze. So
+        # are the classes of errors that have crossed the wire, which keep their name.
         queue += [
-            c for c in found[-1].__subclasses__() if c.__module__ == errors.__name__
+            c
+            for c in found[-1].__subclasses__()
+            if c.__module__ == errors.__name__
+            and "_gradwire_original_type" not in vars(c)
         ]
     return sorted(found, key=lambda error: error.__name__)
 
