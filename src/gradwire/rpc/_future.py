@@ -23,6 +23,7 @@ S = TypeVar("S")
 _log = logging.getLogger("gradwire.rpc")
 
 _init_torch_future = torch._C.Future.__init__
+_set_torch_result = torch._C.Future.set_result
 
 Executor = Callable[[Callable[[], None]], None]
 
@@ -172,11 +173,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         """Completes torch's half, then runs the callbacks where they may block."""
         outcome = self._outcome
         if outcome.error is None:
-            super().set_result(outcome.value)
+            _set_torch_result(self, outcome.value)
         else:
             # Torch keeps an error as a value with a function that raises it.
-            super()._set_unwrap_func(_raise)
-            super().set_result(cast(T, outcome.error))
+            self._set_unwrap_func(_raise)
+            _set_torch_result(self, outcome.error)
         for callback in outcome.take_callbacks():
             if self._executor is None:
                 callback()

@@ -40,6 +40,7 @@ from gradwire.transport.base import Connection, Frame, Limits, RawBuffer, Ticket
 __all__ = ["StreamConnection"]
 
 _HEADER = struct.Struct("!IHBB")
+_unpack_header = _HEADER.unpack_from
 _DESCRIPTOR = struct.Struct("!QQ")
 _MARK = 0x67
 _DATA, _OFFER, _RETURN, _DROP = range(4)
@@ -48,6 +49,7 @@ _MAX_BUFFERS = 0xFFFF
 _READ_BYTES = 256 << 10
 _FRAMES_PER_READ = 64
 _PARTS_PER_WRITE = 64
+_JOIN_BYTES = 8 << 10
 _MAX_DESCRIPTORS = 16
 ANCILLARY_BYTES = (
     socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
@@ -293,6 +295,8 @@ class StreamConnection(Connection):
                         self._bytes_sent += size
                         continue
                 else:
+                    if type(first) is bytes:
+                        self._join_small()
                     (self._written,) = self._next_write()
                 self._forward()
         except (BlockingIOError, InterruptedError):
@@ -304,6 +308,20 @@ class StreamConnection(Connection):
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         return True
+
+    def _join_small(self) -> None:
+        """Makes one part of the small ones at the queue's begin: each costs a little."""
+        queue = self._queue
+        small = []
+        for part in islice(queue, _PARTS_PER_WRITE):
+            if type(part) is not bytes or len(part) > _JOIN_BYTES:
+                break
+            small.append(part)
+        if len(small) > 1:
+            joined = b"".join(small)
+            for _ in small:
+                queue.popleft()
+            queue.appendleft(joined)
 
     def _next_write(self) -> Iterable[int]:
         """One system call, made when the result is iterated, for the queue's begin."""
@@ -369,6 +387,7 @@ class StreamConnection(Connection):
             if count < len(self._buffer) and not self._descriptors:
                 self.is_drained = True
         while True:
+            self._parse_small()
             while self._parse():
                 pass
             if self.is_drained or len(self._inbox) >= _FRAMES_PER_READ:
@@ -438,6 +457,27 @@ class StreamConnection(Connection):
             raise RemoteProtocolError(
                 "the peer sent descriptors that no frame announces"
             )
+
+    def _parse_small(self) -> None:
+        """Takes whole frames without buffers off the read buffer.
+
+        Nothing but speed: `_parse` does the same, and all the rest.
+        """
+        if self._bulk is not None or self._long is not None:
+            return
+        start, stop, inbox, view = self._start, self._stop, self._inbox, self._view
+        while stop - start > _HEADER.size:
+            head_bytes, num_buffers, kind, mark = _unpack_header(view, start)
+            begin = start + _HEADER.size
+            end = begin + head_bytes
+            if num_buffers or kind or mark != _MARK or end > stop:
+                return
+            if head_bytes > self._max_head_bytes:
+                return
+            frame = Frame(view[begin:end].tobytes(), [])
+            # See `_take_frame` about the order of these.
+            start = self._start = end
+            inbox.append(frame)
 
     def _parse(self) -> bool:
         """Takes one step through the bytes that are there; False if more are needed."""
