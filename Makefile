@@ -54,7 +54,7 @@ test: lint types layers ## all checks, then all tests
 unit: $(READY) ## tests without worker processes
 	$(PYTEST) $(wildcard tests/unit tests/property) tests/test_api.py
 
-demo: $(READY) ## two workers that call each other
+demo: $(READY) ## three workers that call each other
 	$(BIN)/python examples/hello.py
 
 bench: $(READY) ## latency and throughput of remote calls

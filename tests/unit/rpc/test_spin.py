@@ -133,7 +133,7 @@ def test_gap_between_looks_suspends_the_spinning(clock):
 
 def test_gap_after_gap_suspends_for_longer(clock):
     gauge = SpinGauge()
-    looks = []
+    looks: list[int] = []
     clock.step = 2 * _spin._PREEMPTED_S
     gauge.spin(looks.append)
     refused = []
