@@ -12,6 +12,7 @@ __all__ = ["Monitor"]
 _log = logging.getLogger("gradwire.rpc")
 
 _SHORTEST_TICK_S = 0.002
+_CLOSE_S = 5.0
 
 
 class Monitor:
@@ -75,4 +76,5 @@ class Monitor:
             self._thread.ident is not None
             and self._thread is not threading.current_thread()
         ):
-            self._thread.join()
+            # A look never blocks; the limit is for the day on which one does.
+            self._thread.join(_CLOSE_S)

@@ -371,11 +371,6 @@ class Network:
             )
         return peer
 
-    def workers(self) -> list[WorkerInfo]:
-        """All members, by rank."""
-        with self._lock:
-            return sorted((p.info for p in self._peers.values()), key=lambda i: i.id)
-
     def peers(self) -> list[Peer]:
         """All members, this one too, by rank."""
         with self._lock:

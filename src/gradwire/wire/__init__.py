@@ -9,7 +9,6 @@ from __future__ import annotations
 from gradwire.wire._codec import (
     NO_VALUE,
     Outgoing,
-    answered_call,
     decode_control,
     decode_value,
     encode,
@@ -44,7 +43,6 @@ __all__ = [
     "Outgoing",
     "Reply",
     "TensorMeta",
-    "answered_call",
     "clean_thread_state",
     "decode_control",
     "decode_value",

@@ -28,9 +28,7 @@ from gradwire.wire._messages import (
     PICKLED,
     SINGLE,
     Body,
-    Failure,
     Message,
-    Reply,
     TensorMeta,
     decoder_of,
     kind_of,
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_VALUE",
     "Outgoing",
-    "answered_call",
     "decode_control",
     "decode_value",
     "encode",
@@ -152,27 +149,6 @@ def peek_kind(head: bytes) -> int:
     if not head:
         raise DecodeError("the head of a message is empty")
     return head[0]
-
-
-class _Answer(msgspec.Struct, array_like=True, gc=False):
-    """The begin of a message that answers a call."""
-
-    id: int
-
-
-_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
-_ANSWERS: Final = frozenset((kind_of(Reply), kind_of(Failure)))
-
-
-def answered_call(head: bytes) -> int | None:
-    """The number of the call that a message answers; None if it answers none."""
-    if len(head) < _FIXED_BYTES or head[0] not in _ANSWERS:
-        return None
-    control_bytes = _unpack_fixed(head)[3]
-    try:
-        return _decode_answer(head[_FIXED_BYTES : _FIXED_BYTES + control_bytes]).id
-    except (msgspec.DecodeError, ValueError):
-        return None
 
 
 def decode_control(head: bytes) -> tuple[Message, int]:
