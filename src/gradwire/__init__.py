@@ -1,1 +1,7 @@
-"""Remote calls and distributed autograd for PyTorch."""
+"""Distributed autograd for PyTorch: calls between workers, and backward through them."""
+
+from __future__ import annotations
+
+from gradwire import autograd, errors, rpc
+
+__all__ = ["autograd", "errors", "rpc"]

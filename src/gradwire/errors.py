@@ -1,16 +1,19 @@
 """The exception tree: everything that gradwire raises on its own account.
 
     GradwireError
-      UsageError(RuntimeError)        NotInitialized, UnknownWorker, InvalidWorkerName
+      UsageError(RuntimeError)        NotInitialized, UnknownWorker, InvalidWorkerName,
+                                      NoActiveContext, UnknownContext, ContextReleased
       TransportError                  ConnectError, ClosedError, PeerLostError
       ProtocolError                   LocalProtocolError, RemoteProtocolError,
                                       VersionMismatch, HandshakeRefused
       SerializationError              EncodeError, DecodeError
-      DeadlineExceeded(TimeoutError)  ConnectTimeout, CallTimeout, ShutdownTimeout
+      DeadlineExceeded(TimeoutError)  ConnectTimeout, CallTimeout, ShutdownTimeout,
+                                      BackwardTimeout
       RemoteError                     user code raised on another worker
+      AutogradError(RuntimeError)     BackwardFailed, GraphConsumed, ForeignGraph
 
 The tree is split by what the caller can do about it: mend the program (UsageError,
-SerializationError), wait or go on without a worker (TransportError, DeadlineExceeded),
+AutogradError, SerializationError), wait or go on without a worker (TransportError, DeadlineExceeded),
 report a bug or a stranger (ProtocolError), or look at the other worker (RemoteError).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 
@@ -20,17 +23,24 @@ Every error keeps its facts as attributes and survives pickling.
 from __future__ import annotations
 
 __all__ = [
+    "AutogradError",
+    "BackwardFailed",
+    "BackwardTimeout",
     "CallTimeout",
     "ClosedError",
     "ConnectError",
     "ConnectTimeout",
+    "ContextReleased",
     "DeadlineExceeded",
     "DecodeError",
     "EncodeError",
+    "ForeignGraph",
     "GradwireError",
+    "GraphConsumed",
     "HandshakeRefused",
     "InvalidWorkerName",
     "LocalProtocolError",
+    "NoActiveContext",
     "NotInitialized",
     "PeerLostError",
     "ProtocolError",
@@ -39,6 +49,7 @@ __all__ = [
     "SerializationError",
     "ShutdownTimeout",
     "TransportError",
+    "UnknownContext",
     "UnknownWorker",
     "UsageError",
     "VersionMismatch",
@@ -72,6 +83,18 @@ class UnknownWorker(UsageError):
 
 class InvalidWorkerName(UsageError, ValueError):
     """A worker name is empty, too long, or has characters that names may not have."""
+
+
+class NoActiveContext(UsageError):
+    """Something that needs an autograd context was asked for outside of any."""
+
+
+class UnknownContext(UsageError):
+    """No autograd context with this id is known to this worker."""
+
+
+class ContextReleased(UnknownContext):
+    """The autograd context was left; its graphs and gradients are gone."""
 
 
 class TransportError(GradwireError):
@@ -146,6 +169,29 @@ class CallTimeout(DeadlineExceeded):
 
 class ShutdownTimeout(DeadlineExceeded):
     """A graceful shutdown reached its limit before all workers were done."""
+
+
+class BackwardTimeout(DeadlineExceeded):
+    """A backward pass did not end before the limit that it was given."""
+
+
+class AutogradError(GradwireError, RuntimeError):
+    """A backward pass cannot give the gradients that one process would."""
+
+
+class BackwardFailed(AutogradError):
+    """A pass was ended for a reason that lies in no backward function.
+
+    An error in a backward function of some worker keeps its own type instead.
+    """
+
+
+class GraphConsumed(AutogradError):
+    """The graph was used by an earlier pass that did not retain it."""
+
+
+class ForeignGraph(AutogradError):
+    """A pass reached a tensor that belongs to another call or to another context."""
 
 
 class RemoteError(GradwireError):

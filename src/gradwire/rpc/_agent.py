@@ -34,8 +34,8 @@ from gradwire.errors import (
 )
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
-from gradwire.rpc._future import Future, _refuse_in_event_loop
-from gradwire.rpc._interceptors import registered_interceptors
+from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
+from gradwire.rpc._interceptors import Note, registered_interceptors
 from gradwire.rpc._link import Link
 from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._network import Network, usable_schemes
@@ -52,7 +52,7 @@ from gradwire.rpc._serving import (
 )
 from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import interruptible, shielded
-from gradwire.rpc._turn import LOOK_S, about_to_block
+from gradwire.rpc._turn import LOOK_S, about_to_block, current_turn
 from gradwire.transport import Frame
 from gradwire.wire import (
     Call,
@@ -68,6 +68,7 @@ from gradwire.wire import (
     kind_of,
     name_of,
     thread_state_is_clean,
+    tracked_tensors,
 )
 
 __all__ = ["Agent"]
@@ -79,7 +80,6 @@ _FLOOD = 16  # calls in flight to one peer from which on they are sent in batche
 _CLOSE_S = 5.0
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
 _CALL_KIND = kind_of(Call)
-_CALL_BYTE = bytes([_CALL_KIND])
 
 
 class Agent:
@@ -111,8 +111,19 @@ class Agent:
         )
         self.departure = Departure(self)
         self.num_started = 0
-        self._interceptors = registered_interceptors()
-        self._server = Server(self, self._interceptors)
+        self.interceptors = tuple(make(self) for make in registered_interceptors())
+        self._handlers = {
+            message: handler
+            for interceptor in self.interceptors
+            for message, handler in interceptor.messages.items()
+        }
+        self._requests = {
+            message: handler
+            for interceptor in self.interceptors
+            for message, handler in interceptor.requests.items()
+        }
+        self._request_kinds = {_CALL_KIND, *map(kind_of, self._requests)}
+        self._server = Server(self, self.interceptors)
         self._monitor = Monitor(name, self._tick)
         self._ids = itertools.count(1)
         # Guards all below: callers and the monitor.
@@ -203,16 +214,24 @@ class Agent:
         else:
             style, value = POSITIONAL, args
         message = Call(next(self._ids), deadline, target, style)
-        outgoing = self.encode(message, value, peer, is_reply=False)
         label = target or repr(function)
-        cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
-        self._take_credit(peer, cost, deadline, label)
-        call = PendingCall(message.id, label, deadline, cost, link, self._await)
-        if is_async:
-            call.future = Future(outcome=call, executor=self._run_callback)
-        if not label.startswith(INTERNAL_PREFIX):
-            self.num_started += 1
-        self._send_call(link, peer, call, outgoing)
+        notes: dict[str, Note] = {}
+        try:
+            outgoing = self._encode_call(message, value, peer, label, notes)
+            cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
+            self._take_credit(peer, cost, deadline, label)
+            call = PendingCall(
+                message.id, label, deadline, cost, link, self._await, notes
+            )
+            if is_async:
+                call.future = Future(outcome=call, executor=self._run_callback)
+            if not label.startswith(INTERNAL_PREFIX):
+                self.num_started += 1
+            self._send_call(link, peer, call, outgoing)
+        except BaseException:
+            for note in notes.values():
+                note.failed(was_sent=False)
+            raise
         return call
 
     def _take_credit(self, peer: Peer, cost: int, deadline: float, label: str) -> None:
@@ -270,22 +289,61 @@ class Agent:
             )
         return time.monotonic() + timeout if timeout else 0.0
 
-    def encode(
-        self, message: Call | Reply, value: Any, peer: Peer, *, is_reply: bool
+    def _encode_call(
+        self,
+        message: Call,
+        value: Any,
+        peer: Peer,
+        label: str,
+        notes: dict[str, Note],
     ) -> Outgoing:
-        """Encodes a message, with the headers of the interceptors."""
-        if not self._interceptors:
+        """Encodes a call with the headers of the interceptors, and keeps their notes."""
+        if label.startswith(INTERNAL_PREFIX) or not self.interceptors:
             return encode(message, value)
+        is_grad_enabled = torch.is_grad_enabled()
 
-        def add_headers(tensors: list[torch.Tensor]) -> None:
-            headers = {}
-            for interceptor in self._interceptors:
-                header = interceptor.outgoing(peer.info, is_reply, tensors)
-                if header is not None:
-                    headers[interceptor.name] = header
+        def add_headers(
+            tensors: list[torch.Tensor], of_modules: set[int]
+        ) -> dict[int, int]:
+            headers, flags = {}, {}
+            for interceptor in self.interceptors:
+                note = interceptor.sending_call(
+                    peer, message.id, label, tensors, of_modules, is_grad_enabled
+                )
+                if note is not None:
+                    notes[interceptor.name] = note
+                    header, changed = note.addition
+                    flags.update(changed or {})
+                    if header is not None:
+                        headers[interceptor.name] = header
             message.headers = headers or None
+            return flags
 
         return encode(message, value, on_tensors=add_headers)
+
+    def send(self, peer: Peer, outgoing: Outgoing, *, hold: bool = False) -> None:
+        """Sends a one-way message; never blocks. The memory of tensors is kept alive.
+
+        Args:
+            peer: Where it goes; there must have been a connection.
+            outgoing: The message.
+            hold: More follows at once.
+
+        Raises:
+            PeerLostError: The peer is gone.
+        """
+        link = peer.link
+        if link is None or peer.fate is not None:
+            raise peer.error()
+        try:
+            # The ticket is of no interest: whoever sends here gives the tensors away.
+            link.send(outgoing.head, outgoing.buffers, hold=hold)
+        except TransportError:
+            raise self._lost_error(peer) from None
+
+    def run_soon(self, work: Callable[[], None]) -> None:
+        """Runs something on a thread of the pool."""
+        self.pool.submit(work)
 
     # ----------------------------------------------------------------------- waiting
 
@@ -314,6 +372,45 @@ class Agent:
                     link.waits_elsewhere(-1)
         return call.done
 
+    def wait_for(self, outcome: Outcome, peer: Peer, limit: float = 0.0) -> bool:
+        """Waits for something that a message of ``peer`` brings.
+
+        Args:
+            outcome: What is waited for. Whoever loses the peer must finish it too.
+            peer: Whose connection is read meanwhile, if nobody else reads it.
+            limit: On the monotonic clock, 0 for none but the peer's life.
+
+        Returns:
+            False at the limit.
+        """
+        if outcome.done:
+            return True
+        link = peer.link
+        with shielded():
+            if link is not None:
+                turn = current_turn()
+                if turn is not None and turn.link is link and not turn.is_over:
+                    link.handle_rest(turn)
+                link.flush()
+                about_to_block()
+                if not outcome.done and thread_state_is_clean():
+                    link.read_as_caller(
+                        lambda: outcome.done,
+                        limit,
+                        peer.calls,
+                        unless_under_way=True,
+                    )
+            if not outcome.done:
+                if link is not None:
+                    link.waits_elsewhere(+1)
+                try:
+                    left = limit - time.monotonic() if limit else None
+                    outcome.block(None if left is None else max(0.0, left))
+                finally:
+                    if link is not None:
+                        link.waits_elsewhere(-1)
+        return outcome.done
+
     def _wait_for_others(
         self, call: PendingCall, peer: Peer | None, limit: float
     ) -> None:
@@ -328,6 +425,7 @@ class Agent:
         peer = self.network.peer_of(call.link)
         if peer is not None:
             peer.calls.give_up(call)
+        call.drop_notes(has_failed=True)
 
     def _expire(self, peer: Peer, call: PendingCall) -> None:
         if peer.calls.give_up(call):
@@ -353,7 +451,7 @@ class Agent:
 
     def is_request(self, frame: Frame) -> bool:
         """See `LinkOwner`."""
-        return frame.head[:1] == _CALL_BYTE
+        return bool(frame.head) and frame.head[0] in self._request_kinds
 
     def accept(self, link: Link, frame: Frame) -> Any:
         """See `LinkOwner`."""
@@ -366,6 +464,10 @@ class Agent:
                 return peer, message, frame
             if kind in _REPLY_KINDS:
                 self._on_answer(peer, message, frame)
+            elif type(message) in self._requests:
+                return peer, message, frame
+            elif (handler := self._handlers.get(type(message))) is not None:
+                handler(peer, message, frame)
             else:
                 self._on_control(link, peer, message)
         except GradwireError as error:
@@ -374,11 +476,19 @@ class Agent:
 
     def is_slow(self, request: Any) -> bool:
         """See `LinkOwner`."""
-        return self._server.is_slow(request[1].target)
+        message = request[1]
+        return type(message) is Call and self._server.is_slow(message.target)
 
     def serve(self, link: Link, request: Any) -> None:
         """See `LinkOwner`."""
-        self._server.serve(link, *request)
+        peer, message, frame = request
+        if type(message) is Call:
+            self._server.serve(link, peer, message, frame)
+            return
+        try:
+            self._requests[type(message)](peer, message, frame)
+        except GradwireError as error:
+            self.lose(peer, f"it broke the protocol: {error}")
 
     def turn_begins(self) -> None:
         """See `LinkOwner`."""
@@ -401,21 +511,27 @@ class Agent:
     def _finish_call(
         self, peer: Peer, call: PendingCall, message: Message, frame: Frame
     ) -> None:
-        value, error = self._read_answer(peer, message, frame)
+        value, error = self._read_answer(peer, call, message, frame)
         call.settle(value, error)
         self.departure.check()
 
     def _read_answer(
-        self, peer: Peer, message: Message, frame: Frame
+        self, peer: Peer, call: PendingCall, message: Message, frame: Frame
     ) -> tuple[Any, BaseException | None]:
         """The value or the error that an answer carries."""
         try:
             value, tensors = decode_value(message, frame.head, frame.buffers)
-            if type(message) is Failure:
+            if type(message) is not Reply:
                 return None, rebuild(value)
-            for interceptor in self._interceptors:
-                header = (message.headers or {}).get(interceptor.name)  # type: ignore[attr-defined]
-                interceptor.incoming(peer.info, True, header, tensors)
+            tracked = tracked_tensors(message, tensors) if message.headers else []
+            for interceptor in self.interceptors:
+                name = interceptor.name
+                header = message.headers.get(name) if message.headers else None
+                note = call.notes.get(name)
+                if header is not None or note is not None:
+                    interceptor.received_reply(
+                        peer, call.id, call.target, note, header, tracked
+                    )
         except Exception as problem:
             self._drop_answer(peer, message)
             return None, problem
@@ -423,9 +539,10 @@ class Agent:
 
     def _drop_answer(self, peer: Peer, message: Message) -> None:
         headers: dict[str, bytes] | None = getattr(message, "headers", None)
-        for interceptor in self._interceptors:
+        for interceptor in self.interceptors:
             if headers and interceptor.name in headers:
-                interceptor.dropped(peer.info, headers[interceptor.name])
+                call_id: int = message.id  # type: ignore[attr-defined]
+                interceptor.dropped_reply(peer, call_id, headers[interceptor.name])
 
     def _on_control(self, link: Link, peer: Peer, message: Message) -> None:
         if type(message) is Heartbeat:
@@ -467,8 +584,8 @@ class Agent:
                 self.network.drop_link(link)
         for call in peer.calls.take_all():
             self._settle_from_anywhere(call, peer.error())
-        for interceptor in self._interceptors:
-            interceptor.peer_lost(peer.info)
+        for interceptor in self.interceptors:
+            interceptor.peer_lost(peer)
         self.departure.peer_lost()
         self.departure.check()
 
@@ -580,6 +697,7 @@ class Agent:
                 peer.info.name: link.connection.scheme for link, peer in links
             },
             **counters,
+            **{k: v for i in self.interceptors for k, v in i.debug_info().items()},
         }
 
     def close(self, reason: str = "it shut down") -> list[str]:
@@ -606,6 +724,8 @@ class Agent:
         for link, _ in self.network.links():
             with contextlib.suppress(GradwireError):
                 link.send(farewell)
+        for interceptor in self.interceptors:
+            interceptor.close()
         self._monitor.close()
         self.network.close()
         self._server.close(_CLOSE_S)

@@ -20,6 +20,7 @@ from gradwire.rpc._signals import shielded
 from gradwire.rpc._store import open_store
 
 __all__ = [
+    "current_agent",
     "get_debug_info",
     "get_rpc_timeout",
     "get_worker_info",
@@ -195,7 +196,7 @@ def rpc_sync(
         >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         tensor([2., 2.])
     """
-    result: T = _agent().call(to, func, args, kwargs, timeout)
+    result: T = current_agent().call(to, func, args, kwargs, timeout)
     return result
 
 
@@ -215,23 +216,23 @@ def rpc_async(
         >>> future.wait()
         tensor([2., 2.])
     """
-    return _agent().call_async(to, func, args, kwargs, timeout)
+    return current_agent().call_async(to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and rank of a worker of the group, by default of this one."""
-    agent = _agent()
+    agent = current_agent()
     return agent.info if worker_name is None else agent.network.find(worker_name).info
 
 
 def get_rpc_timeout() -> float:
     """The default deadline of calls, in seconds."""
-    return _agent().rpc_timeout
+    return current_agent().rpc_timeout
 
 
 def get_debug_info() -> dict[str, Any]:
     """Counts of what is there: calls in flight, threads, connections, bytes, buffers."""
-    return _agent().debug_info()
+    return current_agent().debug_info()
 
 
 def is_initialized() -> bool:
@@ -239,7 +240,7 @@ def is_initialized() -> bool:
     return _session is not None
 
 
-def _agent() -> Agent:
+def current_agent() -> Agent:
     """The agent that serves the current handler, else the one of the process."""
     agent = serving_agent.get()
     if agent is not None:

@@ -15,6 +15,7 @@ from gradwire.rpc._future import Future, Outcome
 from gradwire.rpc._signals import interruptible
 
 if TYPE_CHECKING:
+    from gradwire.rpc._interceptors import Note
     from gradwire.rpc._link import Link
 
 __all__ = ["CallTable", "Credits", "PendingCall"]
@@ -31,6 +32,7 @@ class PendingCall(Outcome):
         "id",
         "is_given_up",
         "link",
+        "notes",
         "target",
     )
 
@@ -42,6 +44,7 @@ class PendingCall(Outcome):
         cost: int,
         link: Link,
         await_answer: Callable[[PendingCall, float | None], bool],
+        notes: dict[str, Note] | None = None,
     ) -> None:
         super().__init__()
         self.id = call_id
@@ -52,6 +55,9 @@ class PendingCall(Outcome):
         self.await_answer = await_answer
         self.future: Future[Any] | None = None
         self.is_given_up = False
+        self.notes = notes or {}
+        for note in self.notes.values():
+            note.call = self
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the answer; see `Outcome.wait`."""
@@ -60,10 +66,20 @@ class PendingCall(Outcome):
     def settle(self, value: Any, error: BaseException | None) -> None:
         """Finishes the call. Callbacks of its future may run here."""
         if self.finish(value, error):
+            self.drop_notes(error is not None)
             # Taken out: a finished call and its future must not keep each other alive.
             future, self.future = self.future, None
             if future is not None:
                 future._settle()
+
+    def drop_notes(self, has_failed: bool) -> None:
+        """Ends the notes; those of a failed call are told that no value will be taken."""
+        if self.notes:
+            notes, self.notes = self.notes, {}
+            for note in notes.values():
+                note.call = None
+                if has_failed:
+                    note.failed(was_sent=True)
 
 
 class CallTable:

@@ -1,72 +1,182 @@
 """Hooks by which an upper layer takes part in calls, without this layer knowing it.
 
-An interceptor may add a header to each call and reply, which its namesake on the other
-worker reads before the handler runs or the caller gets the value. It is told when a
-message that carried its header was dropped, and when a peer is lost.
+A layer registers a class; every agent that is created afterwards makes one instance of
+it. The instance may add a header to each call and reply, which its namesake on the
+other worker gets before the handler runs or the caller sees the value. It may also
+bring one-way messages of its own.
+
+    caller                                      callee
+    `sending_call` -> Note      -- header -->   `received_call` -> Scope
+                                                `Scope.enter_handler`
+    `received_reply`, or        <-- header --   `Scope.sending_reply`, or
+    `Note.failed`                               `Scope.failed`
+
+Every message that carried a header either arrives or is reported to `dropped_call` or
+`dropped_reply` on the worker where its way ended; if that was here, to `Note.failed`.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from gradwire._ids import WorkerInfo
+if TYPE_CHECKING:
+    from gradwire.rpc._agent import Agent
+    from gradwire.rpc._calls import PendingCall
+    from gradwire.rpc._peer import Peer
+    from gradwire.transport import Frame
+    from gradwire.wire import Message
 
-__all__ = ["Interceptor", "register_interceptor", "registered_interceptors"]
+    MessageHandlers = Mapping[type[Message], Callable[[Peer, Any, Frame], None]]
+
+__all__ = [
+    "Addition",
+    "Interceptor",
+    "Note",
+    "Scope",
+    "register_interceptor",
+    "registered_interceptors",
+]
+
+
+class Addition(NamedTuple):
+    """What a layer adds to a message: a header, and flags of tensors by index."""
+
+    header: bytes | None = None
+    flags: dict[int, int] | None = None
+
+
+NOTHING = Addition()
+
+
+class Note:
+    """What a layer remembers of a call of ours, until it ends."""
+
+    __slots__ = ("addition", "call")
+
+    def __init__(self, addition: Addition = NOTHING) -> None:
+        self.addition = addition
+        self.call: PendingCall | None = None
+        """Set when the call is about to be sent."""
+
+    def failed(self, *, was_sent: bool) -> None:
+        """No value will come: not sent, raised there, timed out, lost."""
+
+
+class Scope:
+    """What a layer remembers of a call that is served here, until it is answered."""
+
+    __slots__ = ()
+
+    def enter_handler(self) -> AbstractContextManager[None] | None:
+        """The handler is about to run, in a `contextvars.Context` of its own.
+
+        Returns:
+            A context for what belongs to the thread, if that is needed.
+        """
+        return None
+
+    def sending_reply(
+        self, tensors: list[torch.Tensor], of_modules: set[int]
+    ) -> Addition:
+        """The result is about to be encoded. See `Interceptor.sending_call`."""
+        return NOTHING
+
+    def failed(self) -> None:
+        """The handler raised, or its result could not be sent."""
 
 
 class Interceptor:
     """Base with hooks that do nothing; override what you need.
 
-    `outgoing` runs on the thread that sends, before the message is encoded; `incoming`
-    on the thread that decodes. Neither may block. What they raise fails the call.
+    Hooks run on the thread that sends or reads, and must not block. What `sending_call`,
+    `received_call`, `sending_reply` and `received_reply` raise fails the call.
     """
 
     name: str
-    """Key of the header; the same on all workers."""
+    """Key of the headers; the same on all workers."""
+    messages: MessageHandlers = {}
+    """Handlers of messages of the layer's own; they must not block."""
+    requests: MessageHandlers = {}
+    """Likewise, for those that may run long: they get a thread, as calls do."""
 
-    def outgoing(
-        self, peer: WorkerInfo, is_reply: bool, tensors: Sequence[torch.Tensor]
-    ) -> bytes | None:
-        """The header for a message, None for none."""
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    def sending_call(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        tensors: list[torch.Tensor],
+        of_modules: set[int],
+        is_grad_enabled: bool,
+    ) -> Note | None:
+        """A call is about to be encoded.
+
+        Args:
+            peer: Where it goes.
+            call_id: Its number.
+            label: What is called, for messages.
+            tensors: The tensors in its arguments.
+            of_modules: Ids of those that are parameters of a module in the arguments.
+            is_grad_enabled: The caller's grad mode.
+        """
         return None
 
-    def incoming(
+    def received_reply(
         self,
-        peer: WorkerInfo,
-        is_reply: bool,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        note: Note | None,
         header: bytes | None,
-        tensors: Sequence[torch.Tensor],
+        tracked: list[torch.Tensor],
     ) -> None:
-        """A message arrived; its tensors are decoded, nobody has seen them yet."""
+        """The result arrived; its tensors are decoded, nobody has seen them yet."""
 
-    def around_handler(
-        self, peer: WorkerInfo, header: bytes | None
-    ) -> AbstractContextManager[None]:
-        """A context in which the handler of a call runs."""
-        return contextlib.nullcontext()
+    def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
+        """A result with our header arrived here, and nobody will ever see it."""
 
-    def dropped(self, peer: WorkerInfo, header: bytes) -> None:
-        """A message with our header arrived here, and nobody will ever see it."""
+    def received_call(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        header: bytes | None,
+        tracked: list[torch.Tensor],
+    ) -> Scope | None:
+        """A call arrived; its tensors are decoded, nobody has seen them yet."""
+        return None
 
-    def peer_lost(self, peer: WorkerInfo) -> None:
+    def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
+        """A call with our header arrived here, and will not be run."""
+
+    def peer_lost(self, peer: Peer) -> None:
         """The peer is gone; whatever waits for it must not."""
 
+    def debug_info(self) -> dict[str, Any]:
+        """Counts for `get_debug_info`."""
+        return {}
 
-_interceptors: tuple[Interceptor, ...] = ()
-
-
-def register_interceptor(interceptor: Interceptor) -> None:
-    """Adds an interceptor for all agents that are created from now on."""
-    global _interceptors  # noqa: PLW0603
-    if any(i.name == interceptor.name for i in _interceptors):
-        raise ValueError(f"an interceptor named {interceptor.name!r} is registered")
-    _interceptors = (*_interceptors, interceptor)
+    def close(self) -> None:
+        """The agent ends."""
 
 
-def registered_interceptors() -> tuple[Interceptor, ...]:
-    """All interceptors, in the order of their registration."""
-    return _interceptors
+_factories: tuple[type[Interceptor], ...] = ()
+
+
+def register_interceptor(factory: type[Interceptor]) -> None:
+    """Adds a layer to all agents that are created from now on."""
+    global _factories  # noqa: PLW0603
+    if any(known.name == factory.name for known in _factories):
+        raise ValueError(f"an interceptor named {factory.name!r} is registered")
+    _factories = (*_factories, factory)
+
+
+def registered_interceptors() -> tuple[type[Interceptor], ...]:
+    """All layers, in the order of their registration."""
+    return _factories

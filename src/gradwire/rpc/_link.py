@@ -24,6 +24,7 @@ from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 __all__ = ["Link", "LinkOwner"]
 
 _MOST_HELD = 64
+_SLICE_S = 0.05  # how long a caller reads before it looks whether it still has to
 
 
 class LinkOwner(Protocol):
@@ -222,7 +223,12 @@ class Link:
     # ------------------------------------------------------------ reading, as a caller
 
     def read_as_caller(
-        self, is_done: Callable[[], bool], deadline: float, calls: Sized
+        self,
+        is_done: Callable[[], bool],
+        deadline: float,
+        calls: Sized,
+        *,
+        unless_under_way: bool = False,
     ) -> None:
         """Reads on the calling thread, which waits for an answer.
 
@@ -235,10 +241,12 @@ class Link:
             is_done: Whether the caller need not wait any more.
             deadline: When to stop in any case, 0 for never.
             calls: The calls that are in flight on this link.
+            unless_under_way: What is waited for may have been read already, and be on
+                its way through the pool: then do not read.
         """
         turn = Turn(self)
         with self._lock:
-            if self._reader is not None:
+            if self._reader is not None or (unless_under_way and self._undelivered):
                 return
             self._reader = self._turn = turn
             if self._reading_wanted:
@@ -273,6 +281,19 @@ class Link:
             if later:
                 self._owner.turn_begins()
 
+    def handle_rest(self, turn: Turn) -> None:
+        """Handles what the turn has read, except for requests, before its thread waits.
+
+        It may be just what the thread is about to wait for.
+        """
+        is_request = self._owner.is_request
+        for frame in [f for f in turn.rest if not is_request(f)]:
+            try:
+                turn.rest.remove(frame)
+            except ValueError:  # whoever ended the turn was faster
+                return
+            self._handle([frame], None)
+
     def waits_elsewhere(self, number: int) -> None:
         """Counts the callers that wait for somebody else to read their answer."""
         with self._lock:
@@ -284,8 +305,9 @@ class Link:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
         if not self._gauge.spin(self._is_ready):
-            left = deadline - time.monotonic() if deadline else 3600.0
-            self._is_ready(max(0.0, left) * 1e3)
+            left = deadline - time.monotonic() if deadline else _SLICE_S
+            # In slices: something else than this connection may end the wait.
+            self._is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
         self._gauge.note(time.perf_counter() - start)
 
     # ----------------------------------------------------------------------- handling

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import logging
 import threading
 import time
@@ -27,6 +28,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc import _future
 from gradwire.rpc._context import serving_agent
+from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe
@@ -41,6 +43,7 @@ from gradwire.wire import (
     decode_value,
     encode,
     resolve,
+    tracked_tensors,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +66,7 @@ POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
 class Server:
     """Serves calls for one agent."""
 
-    def __init__(self, agent: Agent, interceptors: tuple[Any, ...]) -> None:
+    def __init__(self, agent: Agent, interceptors: tuple[Interceptor, ...]) -> None:
         self._agent = agent
         self._interceptors = interceptors
         self._loop = _EventLoop(agent.info.name)
@@ -96,8 +99,10 @@ class Server:
             with self._lock:
                 self.num_active += 1
         request = _Request(self, link, peer, call.id, counts)
+        interceptors = self._interceptors if counts else ()
         deadline = call.deadline - link.clock_offset if call.deadline else 0.0
         if deadline and time.monotonic() >= deadline:
+            self._drop(interceptors, peer, call)
             request.fail(
                 CallTimeout(
                     f"the deadline of a call to {call.target or 'a function'} had passed "
@@ -107,7 +112,24 @@ class Server:
             )
             return
         try:
-            function, args, kwargs = self._unpack(peer, call, frame)
+            value, tensors = decode_value(call, frame.head, frame.buffers)
+            function, args, kwargs = self._unpack(call, value)
+            del value
+        except Exception as error:
+            self._drop(interceptors, peer, call)
+            request.fail(error)
+            return
+        try:
+            tracked = tracked_tensors(call, tensors) if call.headers else []
+            del tensors
+            for interceptor in interceptors:
+                header = call.headers.get(interceptor.name) if call.headers else None
+                scope = interceptor.received_call(
+                    peer, call.id, call.target or repr(function), header, tracked
+                )
+                if scope is not None:
+                    request.scopes.append((interceptor.name, scope))
+            del tracked
         except Exception as error:
             request.fail(error)
             return
@@ -115,7 +137,7 @@ class Server:
         context = contextvars.copy_context()
         start = time.perf_counter()
         try:
-            result = context.run(self._run, peer, call, function, args, kwargs)
+            result = context.run(self._run, request, function, args, kwargs)
         except BaseException as error:
             del args, kwargs
             request.fail(error)
@@ -139,13 +161,16 @@ class Server:
         elif target in self._times_slow:
             self._times_slow.pop(target, None)
 
+    def _drop(
+        self, interceptors: tuple[Interceptor, ...], peer: Peer, call: Call
+    ) -> None:
+        for interceptor in interceptors:
+            if call.headers and interceptor.name in call.headers:
+                interceptor.dropped_call(peer, call.id, call.headers[interceptor.name])
+
     def _unpack(
-        self, peer: Peer, call: Call, frame: Frame
+        self, call: Call, value: Any
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        value, tensors = decode_value(call, frame.head, frame.buffers)
-        for interceptor in self._interceptors:
-            header = (call.headers or {}).get(interceptor.name)
-            interceptor.incoming(peer.info, False, header, tensors)
         if call.style == POSITIONAL:
             if type(value) is not tuple or call.target is None:
                 raise DecodeError("a call without function or arguments arrived")
@@ -158,19 +183,19 @@ class Server:
 
     def _run(
         self,
-        peer: Peer,
-        call: Call,
+        request: _Request,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         serving_agent.set(self._agent)
-        if not self._interceptors:
+        managers = [scope.enter_handler() for _, scope in request.scopes]
+        if not any(managers):
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
-            for interceptor in self._interceptors:
-                header = (call.headers or {}).get(interceptor.name)
-                stack.enter_context(interceptor.around_handler(peer.info, header))
+            for manager in managers:
+                if manager is not None:
+                    stack.enter_context(manager)
             return function(*args, **kwargs)
 
     def finished(self) -> None:
@@ -188,7 +213,7 @@ class Server:
 class _Request:
     """The answer to one call, which is sent exactly once."""
 
-    __slots__ = ("_counts", "_id", "_link", "_peer", "_server")
+    __slots__ = ("_counts", "_id", "_link", "_peer", "_server", "scopes")
 
     def __init__(
         self, server: Server, link: Link, peer: Peer, call_id: int, counts: bool
@@ -198,11 +223,29 @@ class _Request:
         self._link = link
         self._peer = peer
         self._id = call_id
+        self.scopes: list[tuple[str, Scope]] = []
+
+    def _add_headers(
+        self, reply: Reply, tensors: list[torch.Tensor], of_modules: set[int]
+    ) -> dict[int, int]:
+        headers, flags = {}, {}
+        for name, scope in self.scopes:
+            header, changed = scope.sending_reply(tensors, of_modules)
+            flags.update(changed or {})
+            if header is not None:
+                headers[name] = header
+        reply.headers = headers or None
+        return flags
 
     def succeed(self, value: Any) -> None:
-        agent = self._server._agent
+        reply = Reply(self._id)
         try:
-            outgoing = agent.encode(Reply(self._id), value, self._peer, is_reply=True)
+            if self.scopes:
+                outgoing = encode(
+                    reply, value, functools.partial(self._add_headers, reply)
+                )
+            else:
+                outgoing = encode(reply, value)
         except Exception as error:
             self.fail(error)
             return
@@ -210,6 +253,8 @@ class _Request:
         self._send(outgoing)
 
     def fail(self, error: BaseException) -> None:
+        for _, scope in self.scopes:
+            scope.failed()
         worker = self._server._agent.info.name
         try:
             outgoing = encode(Failure(self._id), describe(error, worker))
@@ -258,6 +303,8 @@ class _Request:
         except TransportError:
             _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
         except GradwireError as error:  # over a limit
+            for _, scope in self.scopes:
+                scope.failed()
             refusal = encode(
                 Failure(self._id), describe(error, self._server._agent.info.name)
             )

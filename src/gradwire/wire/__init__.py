@@ -13,6 +13,7 @@ from gradwire.wire._codec import (
     decode_value,
     encode,
     peek_kind,
+    tracked_tensors,
 )
 from gradwire.wire._functions import name_of, resolve
 from gradwire.wire._messages import (
@@ -27,12 +28,13 @@ from gradwire.wire._messages import (
     kind_of,
     register_message,
 )
-from gradwire.wire._tensors import INLINE_BYTES, Buffer
+from gradwire.wire._tensors import INLINE_BYTES, TRACKED, Buffer
 from gradwire.wire._torch_private import clean_thread_state, thread_state_is_clean
 
 __all__ = [
     "INLINE_BYTES",
     "NO_VALUE",
+    "TRACKED",
     "Body",
     "Buffer",
     "Call",
@@ -53,4 +55,5 @@ __all__ = [
     "register_message",
     "resolve",
     "thread_state_is_clean",
+    "tracked_tensors",
 ]

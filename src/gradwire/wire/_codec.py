@@ -36,9 +36,11 @@ from gradwire.wire._messages import (
 from gradwire.wire._pickle import dumps, loads
 from gradwire.wire._rebuild import rebuild_tensors
 from gradwire.wire._tensors import (
+    COALESCED,
     COMPLEX_CODES,
     INLINE_BYTES,
     REQUIRES_GRAD,
+    TRACKED,
     Buffer,
     TensorTable,
     bytes_at,
@@ -48,7 +50,9 @@ from gradwire.wire._torch_private import clean_thread_state, thread_state_is_cle
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    _OnTensors = Callable[[list[torch.Tensor]], None]
+    OnTensors = Callable[[list[torch.Tensor], set[int]], dict[int, int] | None]
+    """Given the tensors of a value, and the ids of those that are parameters of a module
+    in it; returns, by index, what to make of tensors whose flags are to change."""
 
 __all__ = [
     "NO_VALUE",
@@ -57,6 +61,7 @@ __all__ = [
     "decode_value",
     "encode",
     "peek_kind",
+    "tracked_tensors",
 ]
 
 _FIXED: Final = struct.Struct(">BBHII")
@@ -64,6 +69,7 @@ _FIXED_BYTES: Final = _FIXED.size
 _MAX_PART_BYTES: Final = 2**32 - 1
 _MOST_SMALL: Final = 4  # tensors that `_encode_small` takes
 _PLAIN: Final = frozenset((int, float, bool, type(None), str, bytes))
+_SAFE: Final = frozenset((float, bool, type(None)))  # msgpack can hold each of them
 # What msgspec raises for a value that msgpack cannot hold.
 _MSGPACK_ERRORS: Final = (OverflowError, ValueError, TypeError)
 
@@ -112,7 +118,7 @@ class Outgoing:
 def encode(
     message: Message,
     value: Any = NO_VALUE,
-    on_tensors: _OnTensors | None = None,
+    on_tensors: OnTensors | None = None,
 ) -> Outgoing:
     """Encodes a message, with a value if its class can carry one.
 
@@ -124,7 +130,8 @@ def encode(
         message: The message.
         value: What it carries.
         on_tensors: Called once, with the tensors of the value, before the message itself
-            is encoded, so that it may still set fields such as headers.
+            is encoded, so that it may still set fields such as headers, and change flags
+            of tensors; see `OnTensors`.
 
     Raises:
         EncodeError: If something in the value cannot be sent.
@@ -134,8 +141,9 @@ def encode(
         if value is NO_VALUE:
             return _join(kind, message, b"", [], [], [])
         if thread_state_is_clean():
-            small = _encode_small(kind, message, value) if on_tensors is None else None
-            return small or _encode_with_value(kind, message, value, on_tensors)
+            return _encode_small(
+                kind, message, value, on_tensors
+            ) or _encode_with_value(kind, message, value, on_tensors)
         with clean_thread_state():
             return _encode_with_value(kind, message, value, on_tensors)
     except _MSGPACK_ERRORS as error:
@@ -203,27 +211,48 @@ def decode_value(
 
 
 def _encode_with_value(
-    kind: int, message: Message, value: Any, on_tensors: _OnTensors | None
+    kind: int, message: Message, value: Any, on_tensors: OnTensors | None
 ) -> Outgoing:
     table = TensorTable()
     body = _flatten(value, table)
-    if body is not None:
-        if on_tensors is not None:
-            on_tensors(table.tensors)
-            on_tensors = None  # once per message, whatever happens below
-        try:
-            return _finish(kind, message, body, b"", table)
-        except _MSGPACK_ERRORS:
-            # Msgpack cannot hold it: an int beyond 64 bits, or a lone surrogate in a str.
-            table = TensorTable()
-    payload = dumps(value, table)
+    if body is not None and _fits_msgpack(body):
+        payload = b""
+    else:
+        body, table = Body(PICKLED), TensorTable()
+        payload = dumps(value, table)
     if on_tensors is not None:
-        on_tensors(table.tensors)
-    return _finish(kind, message, Body(PICKLED), payload, table)
+        _set_flags(table.metas, on_tensors(table.tensors, table.of_modules))
+    return _finish(kind, message, body, payload, table)
+
+
+def _fits_msgpack(body: Body) -> bool:
+    """Whether the plain values can be held: no int beyond 64 bits, no lone surrogate."""
+    try:
+        _encode_control(body.plain)
+    except _MSGPACK_ERRORS:
+        return False
+    return True
+
+
+def _set_flags(metas: list[TensorMeta], changes: dict[int, int] | None) -> None:
+    if changes:
+        for index, flags in changes.items():
+            metas[index].flags = metas[index].flags & COALESCED | flags
+
+
+def tracked_tensors(
+    message: Message, tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Those tensors of a message that arrived whose history is at the sender."""
+    body: Body | None = getattr(message, "body", None)
+    if body is None:
+        return []
+    pairs = zip(tensors, body.tensors, strict=True)
+    return [tensor for tensor, meta in pairs if meta.flags & TRACKED]
 
 
 def _encode_small(  # noqa: PLR0912 - written out on purpose
-    kind: int, message: Message, value: Any
+    kind: int, message: Message, value: Any, on_tensors: OnTensors | None
 ) -> Outgoing | None:
     """Encodes plain values and a few small, ordinary tensors.
 
@@ -285,8 +314,14 @@ def _encode_small(  # noqa: PLR0912 - written out on purpose
                 return None
     except RuntimeError:
         return None  # torch has tensors without memory; the long way explains
+    body = Body(form, plain, refs, metas, sizes)
+    if on_tensors is not None:
+        # It is told once per message, so nothing may go wrong afterwards.
+        if not (_SAFE.issuperset(map(type, plain)) or _fits_msgpack(body)):
+            return None
+        _set_flags(metas, on_tensors(tensors, set()))
     try:
-        message.body = Body(form, plain, refs, metas, sizes)  # type: ignore[attr-defined]
+        message.body = body  # type: ignore[attr-defined]
         control = _encode_control(message)
     except (AttributeError, *_MSGPACK_ERRORS):
         return None

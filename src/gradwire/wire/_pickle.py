@@ -82,6 +82,9 @@ class _Pickler(pickle.Pickler):
         if kind is _Tensor or kind is _Parameter:
             return tensor_at, (self._table.add(obj),)
         self.last = obj
+        if isinstance(obj, torch.nn.Module):
+            # Its parameters arrive as such; one that is sent by itself may not.
+            self._table.of_modules.update(map(id, obj._parameters.values()))
         if isinstance(obj, torch.futures.Future):
             raise EncodeError(
                 "futures cannot be sent; wait for it and send the result, or return it "

@@ -18,7 +18,13 @@ import torch
 
 from gradwire.errors import DecodeError
 from gradwire.wire._dtypes import DTYPES, SPARSE_LAYOUTS
-from gradwire.wire._tensors import COALESCED, INLINE_BYTES, PARAMETER, REQUIRES_GRAD
+from gradwire.wire._tensors import (
+    COALESCED,
+    INLINE_BYTES,
+    PARAMETER,
+    REQUIRES_GRAD,
+    TRACKED,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rebuild_tensors"]
 
-_KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED
+_KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED | TRACKED
 _MAX_NBYTES = 2**63 - 1
 _NO_DTYPE = (None, 0)
 _NUM_PARTS_COO = 2

@@ -33,6 +33,9 @@ INLINE_BYTES: Final = 16 << 10
 REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
 COALESCED: Final = 4
+TRACKED: Final = 8
+"""The tensor belongs to a graph that goes on at the sender: the layer above gives it a
+history on arrival, so it arrives without one and shares its memory with no other."""
 
 # A lone view that would carry along more holes than data is copied, if it is worth it.
 _HOLES_MIN_BYTES: Final = 8 << 10
@@ -84,9 +87,10 @@ class TensorTable:
     Attributes:
         tensors: The tensors in the order of their indexes, as they were given.
         metas: Their metadata; complete after ``pack``.
+        of_modules: Ids of parameters that are part of a module in the message.
     """
 
-    __slots__ = ("_index_of", "_regions", "metas", "tensors")
+    __slots__ = ("_index_of", "_regions", "metas", "of_modules", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -94,6 +98,7 @@ class TensorTable:
         # Identity is enough: ``tensors`` keeps the objects alive, so ids are not reused.
         self._index_of: dict[int, int] = {}
         self._regions: list[_Region] = []
+        self.of_modules: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> int:
         """Notes a tensor and returns its index; the same object has the same index.
@@ -162,8 +167,10 @@ class TensorTable:
 
     def _pack_clusters(self, packed: Packed) -> list[_Region]:
         """Packs the tensors that overlap others; returns the regions of all the rest."""
-        alone = []
-        for cluster in _clusters(self._regions):
+        metas = self.metas
+        alone = [r for r in self._regions if metas[r[2]].flags & TRACKED]
+        rest = [r for r in self._regions if not metas[r[2]].flags & TRACKED]
+        for cluster in _clusters(rest):
             if len(cluster) == 1:
                 alone += cluster
             else:

@@ -1,0 +1,38 @@
+"""Backward passes through calls, worker to worker.
+
+No context is needed: a call that is recorded is part of the graph, and ``backward`` runs
+through it. A `context` joins many calls, and keeps gradients apart from ``.grad``.
+
+Example:
+    ::
+
+        y = rpc_sync("worker1", forward, args=(x,))
+        y.sum().backward()          # fills .grad here and on worker1
+"""
+
+from __future__ import annotations
+
+from gradwire.autograd._api import (
+    Context,
+    backward,
+    context,
+    get_debug_info,
+    get_gradients,
+    grad,
+    is_available,
+)
+from gradwire.autograd._recorder import Recorder
+from gradwire.rpc.extension import register_interceptor
+
+__all__ = [
+    "Context",
+    "backward",
+    "context",
+    "get_debug_info",
+    "get_gradients",
+    "grad",
+    "is_available",
+]
+
+# Agents that are created from now on record calls.
+register_interceptor(Recorder)

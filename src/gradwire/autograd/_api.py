@@ -1,0 +1,329 @@
+"""The functions that users call; thin."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gradwire.autograd._context import Side
+from gradwire.autograd._engine import Destination
+from gradwire.autograd._exchange import Exchange
+from gradwire.autograd._messages import opener_of
+from gradwire.autograd._recorder import Recorder, active_context
+from gradwire.errors import UsageError
+from gradwire.rpc.extension import current_agent
+
+__all__ = [
+    "Context",
+    "backward",
+    "context",
+    "get_debug_info",
+    "get_gradients",
+    "grad",
+    "is_available",
+]
+
+
+class Context(int):
+    """An autograd context: its id, which is an int as in torch, and what to do with it.
+
+    `context` makes them. Sent to another worker it arrives as the same context.
+    """
+
+    def backward(
+        self,
+        roots: Tensor | Sequence[Tensor],
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        *,
+        grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+        timeout: float = 0,
+    ) -> None:
+        """See `gradwire.autograd.backward`."""
+        backward(
+            self,
+            roots,
+            retain_graph,
+            create_graph,
+            grad_tensors=grad_tensors,
+            timeout=timeout,
+        )
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """See `gradwire.autograd.get_gradients`."""
+        return get_gradients(self)
+
+    def __repr__(self) -> str:
+        return f"<autograd context {int(self)}, opened by rank {opener_of(self)}>"
+
+    def __str__(self) -> str:
+        return str(int(self))
+
+    def __reduce__(self) -> Any:
+        return Context, (int(self),)
+
+
+class context:
+    """Joins all calls that are made inside a ``with`` block into one graph.
+
+    No context is needed for ``loss.backward()`` to work: see the documentation for what
+    it adds. Leaving the block frees graphs and gradients on every worker.
+
+    Args:
+        accumulate: Where `backward` puts gradients: ``"dict"``: a dictionary of this
+            context, see `get_gradients`; ``"grad"``: ``.grad`` of the leaves.
+
+    Example:
+        >>> with context() as ctx:
+        ...     loss = rpc_sync("worker1", forward, args=(x,)).sum()
+        ...     ctx.backward(loss)
+        ...     gradients = ctx.gradients()
+    """
+
+    def __init__(self, *, accumulate: Literal["dict", "grad"] = "dict") -> None:
+        if accumulate not in ("dict", "grad"):
+            raise ValueError(
+                f'accumulate must be "dict" or "grad", found {accumulate!r}'
+            )
+        self._into_grad = accumulate == "grad"
+        self._opened: tuple[Exchange, Side, contextvars.Token[Any]] | None = None
+
+    def __enter__(self) -> Context:
+        """Opens the context and makes it the current one."""
+        if self._opened is not None:
+            raise UsageError("this context is open already; call context() for another")
+        exchange = _exchange()
+        side = exchange.registry.open(self._into_grad)
+        self._opened = exchange, side, active_context.set(side.name)
+        return Context(side.name.key)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Releases the context on every worker that took part in it."""
+        if self._opened is None:
+            return
+        (exchange, side, token), self._opened = self._opened, None
+        try:
+            active_context.reset(token)
+        except ValueError:  # left in another task than entered
+            active_context.set(None)
+        exchange.release(side)
+
+
+def backward(
+    context_id: int,
+    roots: Tensor | Sequence[Tensor],
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    *,
+    grad_tensors: Tensor | Sequence[Tensor | None] | None = None,
+    timeout: float = 0,
+) -> None:
+    """Runs a backward pass over a whole context, on all workers that took part in it.
+
+    Without ``retain_graph`` the whole context is consumed, also what the roots do not
+    reach: another forward may follow, but not another backward over the same graph.
+
+    Args:
+        context_id: What `context` gave, or its id.
+        roots: Scalars on this worker, or tensors of any shape with ``grad_tensors``.
+        retain_graph: Keep the graph for another pass.
+        create_graph: Gradients can be differentiated themselves.
+        grad_tensors: Gradients of the roots; None for a scalar.
+        timeout: Limit for the pass in seconds; 0: as long as all its workers live.
+
+    Raises:
+        UnknownContext: This worker has not taken part in such a context.
+        GraphConsumed: An earlier pass has used up the graph.
+        BackwardTimeout: The limit came first.
+        Exception: What a backward function raised, on whichever worker, with that
+            worker's name and traceback.
+    """
+    exchange = _exchange()
+    side = exchange.registry.get(int(context_id))
+    tensors, seeds = _check_roots(roots, grad_tensors, "roots", "grad_tensors")
+    destination = (
+        Destination.INTO_GRAD if side.into_grad else Destination.INTO_DICTIONARY
+    )
+    exchange.backward(
+        side,
+        tensors,
+        seeds,
+        destination,
+        retain=retain_graph,
+        create_graph=create_graph,
+        timeout_s=_check_timeout(timeout),
+    )
+
+
+def grad(
+    context_id: int,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    *,
+    materialize_grads: bool = False,
+    timeout: float = 0,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of outputs with respect to inputs, both on this worker.
+
+    As ``torch.autograd.grad``, through the calls of a context. Neither the context's
+    dictionary nor any ``.grad`` changes, on no worker.
+
+    Args:
+        context_id: What `context` gave, or its id.
+        outputs: Scalars, or tensors of any shape with ``grad_outputs``.
+        inputs: Tensors on this worker that the outputs depend on.
+        grad_outputs: Gradients of the outputs; None for a scalar.
+        retain_graph: Keep the graph for another pass; by default as ``create_graph``.
+        create_graph: The result can be differentiated itself.
+        allow_unused: An input that the outputs do not depend on is no error: its
+            gradient is None. By default as ``materialize_grads``.
+        materialize_grads: Zeros instead of None.
+        timeout: See `backward`.
+    """
+    exchange = _exchange()
+    side = exchange.registry.get(int(context_id))
+    tensors, seeds = _check_roots(outputs, grad_outputs, "outputs", "grad_outputs")
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    if not wanted:
+        raise ValueError("grad needs at least one input")
+    for number, tensor in enumerate(wanted):
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            raise UsageError(f"input {number} does not require grad")
+    found = exchange.backward(
+        side,
+        tensors,
+        seeds,
+        Destination.THROUGH,
+        retain=create_graph if retain_graph is None else retain_graph,
+        create_graph=create_graph,
+        inputs=wanted,
+        timeout_s=_check_timeout(timeout),
+    )
+    gradients = [gradient for _, gradient in found]
+    if materialize_grads:
+        gradients = [
+            torch.zeros_like(t, requires_grad=create_graph) if g is None else g
+            for t, g in zip(wanted, gradients, strict=True)
+        ]
+    elif not allow_unused and any(g is None for g in gradients):
+        number = next(i for i, g in enumerate(gradients) if g is None)
+        raise UsageError(
+            f"input {number} was not used in the graph; set allow_unused=True if that is "
+            "what you want"
+        )
+    return tuple(gradients)
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that passes of a context have collected on this worker.
+
+    Args:
+        context_id: What `context` gave, or its id.
+
+    Returns:
+        Gradients by leaf; the keys are the very tensors that the forward used.
+    """
+    side = _exchange().registry.get(int(context_id))
+    with side.lock:
+        return dict(side.gradients)
+
+
+def get_debug_info() -> dict[str, Any]:
+    """Counts of what there is on this worker; all are zero when nothing is going on.
+
+    ``contexts``, ``sends``, ``recvs``, ``passes``; and, as
+    ``released_contexts_kept_alive``, contexts that are over but whose graph is still
+    held by a tensor that the program keeps.
+    """
+    return _exchange().counts()
+
+
+def is_available() -> bool:
+    """Always true; for code that was written for torch."""
+    return True
+
+
+def _exchange() -> Exchange:
+    for interceptor in current_agent().interceptors:
+        if isinstance(interceptor, Recorder):
+            return interceptor.exchange
+    raise UsageError(
+        "gradwire.autograd was imported after init_rpc(); import it before"
+    )
+
+
+def _check_timeout(timeout: float) -> float:
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
+    return timeout
+
+
+def _check_roots(
+    roots: Tensor | Sequence[Tensor],
+    seeds: Tensor | Sequence[Tensor | None] | None,
+    what: str,
+    what_seeds: str,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    tensors = [roots] if isinstance(roots, Tensor) else list(roots)
+    if not tensors:
+        raise UsageError(
+            f"No tensors provided for gradient computation: {what} is empty"
+        )
+    given: list[Tensor | None] = [None] * len(tensors)
+    if seeds is not None:
+        given = [seeds] if isinstance(seeds, Tensor) else list(seeds)
+    if len(given) != len(tensors):
+        raise ValueError(
+            f"{what_seeds} has {len(given)} entries for {len(tensors)} {what}"
+        )
+    checked: list[Tensor | None] = []
+    for number, (tensor, seed) in enumerate(zip(tensors, given, strict=True)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{what} must be tensors, found {type(tensor).__name__} at {number}"
+            )
+        checked.append(_check_root(tensor, seed, number, what, what_seeds))
+    return tensors, checked
+
+
+def _check_root(
+    tensor: Tensor, seed: Tensor | None, number: int, what: str, what_seeds: str
+) -> Tensor:
+    name = f"entry {number} of {what}"
+    if not tensor.requires_grad:
+        raise UsageError(
+            f"requires_grad not set on root: {name} has no graph; was it made under "
+            "no_grad, or detached?"
+        )
+    if seed is None:
+        if tensor.numel() != 1:
+            raise UsageError(
+                f"{name}, of shape {tuple(tensor.shape)}, is not a scalar, all roots need "
+                f"to be scalar, or be given gradients with {what_seeds}="
+            )
+        seed = torch.ones_like(tensor, memory_format=torch.preserve_format)
+    elif seed.shape != tensor.shape:
+        raise ValueError(
+            f"{name} has the shape {tuple(tensor.shape)}, its entry of {what_seeds} "
+            f"{tuple(seed.shape)}"
+        )
+    if tensor.grad_fn is None:
+        raise UsageError(
+            f"{name} does not have a valid gradient function: it is a leaf, so there is "
+            "nothing to differentiate"
+        )
+    return seed

@@ -1,0 +1,191 @@
+"""One worker's side of one context: its chain of wire events and what belongs to it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.autograd._functions import Recv, Send, token_of
+from gradwire.autograd._messages import is_implicit
+from gradwire.autograd._passes import ContextState, PassId, TellNone
+from gradwire.autograd._torch_private import recording
+
+if TYPE_CHECKING:
+    from gradwire.autograd._exchange import Exchange, Run
+    from gradwire.rpc.extension import Note
+
+__all__ = ["ContextName", "Lease", "Mark", "Received", "Side"]
+
+
+class ContextName(NamedTuple):
+    """What a context is called on the wire; see `gradwire.autograd._messages`."""
+
+    key: int
+    incarnation: int
+
+
+class Mark:
+    """Held by all nodes of a context on one worker, to tell when the last one dies."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Lease:
+    """Held by the node of a call's reply: when that dies, so does the call's context.
+
+    The end comes anywhere, also in a thread that holds a lock: so it only makes an entry
+    in a queue.
+    """
+
+    __slots__ = ("_exchange", "_name", "is_over")
+
+    def __init__(self, exchange: Exchange, name: ContextName) -> None:
+        self._exchange = exchange
+        self._name = name
+        self.is_over = False
+
+    def __del__(self) -> None:
+        if not self.is_over:
+            self._exchange.leftovers.put(self._name)
+
+
+class Received(NamedTuple):
+    """A recv of a chain: what it answers, and its node, if that still exists."""
+
+    peer: int
+    number: int
+    node: weakref.ref[Any]
+
+
+class Side:
+    """One worker's side of one context.
+
+    Args:
+        exchange: The worker.
+        name: The context.
+        label: What to call it in messages to people.
+        holds_weakly: A call's context on the caller: it lives as long as the graph that
+            the program holds, so nothing here may keep a recv alive.
+        into_grad: The context's gradients go to ``.grad``.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        name: ContextName,
+        label: str,
+        *,
+        holds_weakly: bool = False,
+        into_grad: bool = True,
+    ) -> None:
+        self._exchange = exchange
+        self.name = name
+        self.label = label
+        self.is_implicit = is_implicit(name.key)
+        self.holds_weakly = holds_weakly
+        self.into_grad = into_grad
+        self.is_released = False
+        self.is_serving = False  # a call's context on the callee, while it is run
+        self.mark = Mark()
+        # Guards all below, and gives events their order: callers, readers, passes.
+        self.lock = threading.Lock()
+        self.state = ContextState(exchange.me)
+        with recording():
+            self.anchor = torch.zeros((), requires_grad=True)
+        self._tail: list[Tensor] = [self.anchor]
+        self.num_sends = 0
+        self.recvs: list[Received] = []
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.calls: set[Note] = set()  # of ours, in flight
+        self.run: Run | None = None
+
+    # ---------------------------------------------------------------------- recording
+
+    def record_send(
+        self, peer: int, tensors: list[Tensor]
+    ) -> tuple[int, PassId | None]:
+        """A message leaves; returns its number, and the last pass that had begun."""
+        from_here = self._exchange.sent_message
+        with self.lock:
+            self.state.meet(peer)
+            event = self.state.record_send()
+            message = from_here(self, event, peer, len(tensors))
+            with recording():
+                self._tail.append(Send.apply(message, *tensors))  # type: ignore[no-untyped-call]
+            self.num_sends += 1
+            return event, self.state.latest_begun
+
+    def record_recv(
+        self,
+        peer: int,
+        number: int,
+        after: tuple[int, int] | None,
+        tensors: list[Tensor],
+        *,
+        lease: Lease | None = None,
+        made_in_backward: bool = False,
+    ) -> list[TellNone]:
+        """A message arrived: gives its tensors their history. Returns what to answer."""
+        with self.lock:
+            self.state.meet(peer)
+            since = None if after is None else PassId(*after)
+            event, answers = self.state.record_recv(peer, number, since)
+            message = self._exchange.received_message(
+                self, event, peer, number, lease, made_in_backward
+            )
+            with recording():
+                *_, token = Recv.apply(  # type: ignore[no-untyped-call]
+                    message, tensors, self.holds_weakly, *self._live_tail()
+                )
+            node = weakref.ref(token.grad_fn)
+            self._tail = [self.anchor] if self.holds_weakly else [token]
+            self.recvs.append(Received(peer, number, node))
+            return answers
+
+    def _live_tail(self) -> list[Tensor]:
+        """The tail, and the recvs that it does not hold because only the program may."""
+        if not self.holds_weakly:
+            return self._tail
+        return [*self._tail, *map(token_of, self.live_recvs())]
+
+    def live_recvs(self) -> list[Any]:
+        """The nodes of the recvs of the present chain, as far as they still exist."""
+        return [node for recv in self.recvs if (node := recv.node()) is not None]
+
+    # ------------------------------------------------------------------------- passes
+
+    def take_tail(self, retain: bool) -> tuple[list[Tensor], list[Received]]:
+        """The roots and the recvs of a pass that begins; the caller holds the lock."""
+        roots = [token for token in self._live_tail() if token is not self.anchor]
+        recvs = self.recvs
+        if retain:
+            recvs = list(recvs)
+        else:
+            self._tail, self.recvs, self.num_sends = [self.anchor], [], 0
+        return roots, recvs
+
+    def shed_sends(self) -> None:
+        """A pass is over; the caller holds the lock.
+
+        What it recorded on a side that holds weakly is kept by the recvs that came after
+        it. A send that no recv came after can be reached by nobody.
+        """
+        if self.holds_weakly and not self.calls:
+            self._tail = [self.anchor]
+
+    def is_busy(self) -> bool:
+        """Whether the call that this context belongs to is still under way."""
+        return self.is_serving or bool(self.calls)
+
+    def forget_graph(self) -> None:
+        """Drops all that keeps graphs alive."""
+        with self.lock:
+            # Taken out first: what dies with a graph may run any code.
+            doomed = self._tail, self.recvs, self.gradients
+            self._tail, self.recvs, self.gradients = [self.anchor], [], {}
+            self.calls.clear()
+        del doomed

@@ -1,0 +1,106 @@
+"""Wire operations as autograd nodes, threaded by a token.
+
+    send(tensors):  token = Send(tensors);           tail.append(token)
+    recv(tensors):  tensors, token = Recv(*tail);    tail = [token]
+
+`Send` waits, in backward, for the gradient of what was sent; `Recv` puts the gradient of
+what was received on the wire and returns at once. The token makes every recv run before
+every send that was recorded earlier on the same worker, and that is why nobody waits in
+a circle: see docs/autograd.md. What a token holds does not matter, nor is it ever given
+a gradient: the engine runs nodes also for undefined ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from gradwire.autograd._exchange import ReceivedMessage, SentMessage
+
+__all__ = ["Recv", "Send", "Start", "token_of"]
+
+# Torch's own declarations of these methods are loose.
+# mypy: disable-error-code="override,no-untyped-call"
+
+
+class Send(torch.autograd.Function):
+    """A message left. Backward: wait for the gradients of its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, message: SentMessage, *tensors: Tensor) -> Tensor:
+        """Returns the token."""
+        ctx.set_materialize_grads(False)
+        ctx.message = message
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
+        """Called by the engine when nothing recorded later needs this thread."""
+        return None, *ctx.message.await_gradients()
+
+
+class Recv(torch.autograd.Function):
+    """A message arrived. Backward: ship the gradients of its tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        message: ReceivedMessage,
+        tensors: Sequence[Tensor],
+        keeps_token: bool,
+        *tokens: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Returns the same tensor objects, which get this node, and a token.
+
+        The tensors come in a list, not as inputs: what the unpickled arguments refer to
+        are these very objects.
+        """
+        # A missing gradient travels as a mark, not as zeros.
+        ctx.set_materialize_grads(False)
+        ctx.message, ctx.num_tokens = message, len(tokens)
+        token = torch.empty(())
+        if keeps_token:
+            ctx.save_for_backward(token)
+        return *tensors, token
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        """Called by the engine once per pass, with the complete sums."""
+        ctx.message.ship(gradients[:-1])
+        count: int = ctx.num_tokens
+        return (None,) * (3 + count)
+
+
+def token_of(node: Any) -> Tensor:
+    """The token of a `Recv` that keeps it.
+
+    A node cannot hold its own output, which holds the node; but torch lets it save one,
+    and gives it its history back on the way out.
+    """
+    return node.saved_tensors[0]  # type: ignore[no-any-return]
+
+
+class Start(torch.autograd.Function):
+    """The one root of a worker's part of a pass: it runs before everything else."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        on_start: Callable[[], None],
+        seeds: Sequence[Tensor | None],
+        *roots: Tensor,
+    ) -> Tensor:
+        """Returns what to call backward on."""
+        ctx.set_materialize_grads(False)
+        ctx.on_start, ctx.seeds = on_start, seeds
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients with which the pass begins."""
+        ctx.on_start()
+        return None, None, *ctx.seeds

@@ -1,0 +1,200 @@
+"""What this layer puts on the wire: headers of calls and replies, and its own messages.
+
+A context is named by two numbers, `key` and `incarnation`. The key of an explicit
+context is the id that users see, rank of the opener << 48 | counter; that of a call
+without a context is derived from the caller's rank and the number of the call, and is
+negative. The incarnation is the opener's: it tells one life of a worker from the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gradwire.wire import Body, Message, register_message
+
+__all__ = [
+    "CONTEXT_KEEPS_GRAD",
+    "MESSAGE_HAS_HISTORY",
+    "NOT_RECORDED",
+    "CallHeader",
+    "Dead",
+    "Gradient",
+    "PassAbort",
+    "PassDone",
+    "PassStart",
+    "Release",
+    "ReplyHeader",
+    "counter_of",
+    "decode_header",
+    "encode_header",
+    "is_implicit",
+    "key_of_call",
+    "key_of_context",
+    "opener_of",
+]
+
+_COUNTER_BITS = 48
+MAX_COUNTER = (1 << _COUNTER_BITS) - 1
+
+
+def key_of_context(rank: int, counter: int) -> int:
+    """The key of an explicit context."""
+    return rank << _COUNTER_BITS | counter
+
+
+def key_of_call(rank: int, call_id: int) -> int:
+    """The key of the context that a call outside any context is by itself."""
+    return ~(rank << _COUNTER_BITS | call_id)
+
+
+def is_implicit(key: int) -> bool:
+    """Whether a key is that of a call."""
+    return key < 0
+
+
+def opener_of(key: int) -> int:
+    """The rank of the worker that opened a context."""
+    return (~key if key < 0 else key) >> _COUNTER_BITS
+
+
+def counter_of(key: int) -> int:
+    """The counter or the number of the call in a key."""
+    return (~key if key < 0 else key) & MAX_COUNTER
+
+
+MESSAGE_HAS_HISTORY = 1
+"""The message has tensors whose history goes on at the sender: it waits for gradients."""
+NOT_RECORDED = 2
+"""The caller does not record: the reply must not either."""
+CONTEXT_KEEPS_GRAD = 4
+"""Gradients of this context go to ``.grad``, not to a dictionary."""
+
+
+class CallHeader(msgspec.Struct, array_like=True, gc=False):
+    """Header of a call. A call without one is recorded, in a context of its own.
+
+    Attributes:
+        flags: Sum of the flags above.
+        key: The context, None if the call is one by itself.
+        incarnation: Of the context's opener.
+        message: Number of the message at the sender.
+        after: Starter and number of the last pass that had begun at the sender.
+        autocast: See `gradwire.autograd._autocast`.
+    """
+
+    flags: int
+    key: int | None = None
+    incarnation: int = 0
+    message: int = 0
+    after: tuple[int, int] | None = None
+    autocast: list[tuple[str, str]] | None = None
+
+
+class ReplyHeader(msgspec.Struct, array_like=True, gc=False):
+    """Header of a reply whose tensors have a history at the sender."""
+
+    message: int
+    after: tuple[int, int] | None = None
+    key: int | None = None
+    incarnation: int = 0
+
+
+encode_header = msgspec.msgpack.Encoder().encode
+_decoders: dict[type, Any] = {
+    cls: msgspec.msgpack.Decoder(cls).decode for cls in (CallHeader, ReplyHeader)
+}
+
+
+def decode_header(cls: type, data: bytes) -> Any:
+    """The header that a message carried."""
+    return _decoders[cls](data)
+
+
+class PassStart(Message, array_like=True, gc=False):
+    """A pass begins: run your part, and tell those whom you know."""
+
+    key: int
+    incarnation: int
+    starter: int
+    number: int
+    destination: int
+    retain: bool
+    create_graph: bool
+    autocast: list[tuple[str, str]] | None = None
+
+
+class Gradient(Message, array_like=True, gc=False):
+    """The answer to one message in one pass: the gradients of its tensors.
+
+    Attributes:
+        message: Number that the receiver gave to the message that is answered.
+        present: For each tensor whether a gradient follows; empty: none at all.
+        history: With ``create_graph``: number of this message itself, whose tensors have
+            a history at the sender. Else -1.
+        after: As in `CallHeader`.
+        body: The gradients.
+    """
+
+    key: int
+    incarnation: int
+    starter: int
+    number: int
+    message: int
+    present: list[bool] = []
+    history: int = -1
+    after: tuple[int, int] | None = None
+    body: Body | None = None
+
+
+class PassDone(Message, array_like=True, gc=False):
+    """The sender, and all whom it told of the pass, are done."""
+
+    key: int
+    incarnation: int
+    starter: int
+    number: int
+
+
+class PassAbort(Message, array_like=True, gc=False):
+    """The pass failed; the value describes the error."""
+
+    key: int
+    incarnation: int
+    starter: int
+    number: int
+    body: Body | None = None
+
+
+class Dead(Message, array_like=True, gc=False):
+    """A message was dropped on its way: it will be answered in no pass."""
+
+    key: int
+    incarnation: int
+    message: int
+
+
+class Release(Message, array_like=True, gc=False):
+    """Contexts are over.
+
+    Attributes:
+        incarnation: Of the opener.
+        keys: Which ones to drop now.
+        issued: All explicit contexts of this opener with a counter up to this one are
+            over, except for those in ``live``. -1 for calls, which need no such mark.
+        live: Counters.
+    """
+
+    incarnation: int
+    keys: list[int]
+    issued: int = -1
+    live: list[int] = []
+
+
+register_message(16, PassStart)
+register_message(17, Gradient)
+register_message(18, PassDone)
+register_message(19, PassAbort)
+register_message(20, Dead)
+register_message(21, Release)

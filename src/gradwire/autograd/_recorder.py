@@ -1,0 +1,358 @@
+"""Recording: what this layer adds to calls and replies, and makes of those that arrive.
+
+Whether a call is recorded is decided by the caller's grad mode. Outside any context a
+call that is recorded is a context of its own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gradwire.autograd._autocast import apply_autocast, autocast_state
+from gradwire.autograd._context import ContextName, Side
+from gradwire.autograd._exchange import Exchange
+from gradwire.autograd._messages import (
+    CONTEXT_KEEPS_GRAD,
+    MESSAGE_HAS_HISTORY,
+    NOT_RECORDED,
+    CallHeader,
+    Dead,
+    Gradient,
+    PassAbort,
+    PassDone,
+    PassStart,
+    Release,
+    ReplyHeader,
+    decode_header,
+    encode_header,
+    key_of_call,
+)
+from gradwire.autograd._torch_private import NO_TASK, current_task
+from gradwire.rpc.extension import (
+    NOTHING,
+    Addition,
+    Agent,
+    Interceptor,
+    Note,
+    Peer,
+    Scope,
+)
+from gradwire.wire import TRACKED
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["Recorder", "active_context"]
+
+active_context: contextvars.ContextVar[ContextName | None] = contextvars.ContextVar(
+    "gradwire_autograd_context", default=None
+)
+"""The explicit context around this code. It follows tasks, callbacks and handlers."""
+
+
+class Recorder(Interceptor):
+    """Takes part in the calls of one agent."""
+
+    name = "autograd"
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        self.exchange = exchange = Exchange(agent)
+        self.messages = {
+            Gradient: exchange.on_gradient,
+            PassDone: exchange.on_done,
+            PassAbort: exchange.on_abort,
+            Dead: exchange.on_dead,
+            Release: exchange.on_release,
+        }
+        self.requests = {PassStart: exchange.on_start}
+
+    # ------------------------------------------------------------------- as the caller
+
+    def sending_call(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        tensors: list[Tensor],
+        of_modules: set[int],
+        is_grad_enabled: bool,
+    ) -> Note | None:
+        """See `Interceptor`."""
+        exchange = self.exchange
+        tracked = _tracked(tensors, of_modules) if is_grad_enabled else {}
+        name = active_context.get()
+        side = exchange.registry.find(name) if name is not None else None
+        autocast = autocast_state()
+        if side is None and is_grad_enabled and not tracked and autocast is None:
+            return None
+        header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
+        if side is not None:
+            header.key, header.incarnation = side.name
+            if side.into_grad:
+                header.flags |= CONTEXT_KEEPS_GRAD
+            with side.lock:
+                side.state.meet(peer.info.id)
+        elif tracked:
+            own = ContextName(
+                key_of_call(exchange.me, call_id), self.agent.network.incarnation
+            )
+            side = exchange.registry.add_call(
+                own, _call_label(label, self.agent.info.name), is_caller=True
+            )
+        event = -1
+        if tracked and side is not None:
+            header.flags |= MESSAGE_HAS_HISTORY
+            history = [tensors[i] for i in tracked]
+            event, header.after = side.record_send(peer.info.id, history)
+            header.message = event
+        flags = tracked if is_grad_enabled else _cut(tensors)
+        note = _CallNote(exchange, Addition(encode_header(header), flags), side, event)
+        if side is not None:
+            side.calls.add(note)
+        return note
+
+    def received_reply(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        note: Note | None,
+        header: bytes | None,
+        tracked: list[Tensor],
+    ) -> None:
+        """See `Interceptor`."""
+        exchange = self.exchange
+        if note is not None and not isinstance(note, _CallNote):
+            raise AssertionError("a note of another layer")
+        side = note.side if note is not None else None
+        if note is not None and side is not None:
+            side.calls.discard(note)
+        if header is None:
+            if side is not None and side.is_implicit:
+                exchange.end_call(side)  # nothing came back that could lead there
+            return
+        reply: ReplyHeader = decode_header(ReplyHeader, header)
+        lease = None
+        if reply.key is None:
+            name = ContextName(
+                key_of_call(exchange.me, call_id), self.agent.network.incarnation
+            )
+            if side is None:
+                side = exchange.registry.add_call(
+                    name, _call_label(label, self.agent.info.name), is_caller=True
+                )
+            lease = exchange.lease(name)
+        if side is None or side.is_released:
+            return  # the context was left meanwhile: plain values
+        answers = side.record_recv(
+            peer.info.id,
+            reply.message,
+            reply.after,
+            tracked,
+            lease=lease,
+            made_in_backward=note is not None and note.was_made_in_backward,
+        )
+        if answers:
+            exchange.perform(side, None, answers)
+
+    def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
+        """See `Interceptor`."""
+        reply: ReplyHeader = decode_header(ReplyHeader, header)
+        if reply.key is None:
+            name = ContextName(
+                key_of_call(self.exchange.me, call_id), self.agent.network.incarnation
+            )
+            self.exchange.release_call(peer.info.id, name)
+        else:
+            name = ContextName(reply.key, reply.incarnation)
+            self.exchange.tell_dead(peer, name, reply.message)
+
+    # ------------------------------------------------------------------- as the callee
+
+    def received_call(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        header: bytes | None,
+        tracked: list[Tensor],
+    ) -> Scope:
+        """See `Interceptor`."""
+        exchange = self.exchange
+        call: CallHeader | None = None
+        if header is not None:
+            call = decode_header(CallHeader, header)
+        if call is None or call.key is None:
+            name = ContextName(key_of_call(peer.info.id, call_id), peer.incarnation)
+            scope = _CallScope(exchange, peer, name, label, call)
+            if call is not None and call.flags & MESSAGE_HAS_HISTORY:
+                scope.side = exchange.registry.add_call(
+                    name, _call_label(label, peer.info.name), is_caller=False
+                )
+                scope.side.is_serving = True
+        else:
+            name = ContextName(call.key, call.incarnation)
+            scope = _CallScope(exchange, peer, name, label, call)
+            into_grad = bool(call.flags & CONTEXT_KEEPS_GRAD)
+            side = scope.side = exchange.registry.join(name, "", into_grad)
+            if side is None:
+                scope.records = False  # the context is over: plain values
+                return scope
+            side.into_grad = into_grad
+            with side.lock:
+                side.state.meet(peer.info.id)
+        if call is not None and call.flags & MESSAGE_HAS_HISTORY and scope.side:
+            answers = scope.side.record_recv(
+                peer.info.id, call.message, call.after, tracked
+            )
+            if answers:
+                exchange.perform(scope.side, None, answers)
+        return scope
+
+    def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
+        """See `Interceptor`."""
+        call: CallHeader = decode_header(CallHeader, header)
+        # A call that is a context of its own has failed, and its context with it.
+        if call.key is not None and call.flags & MESSAGE_HAS_HISTORY:
+            name = ContextName(call.key, call.incarnation)
+            self.exchange.tell_dead(peer, name, call.message)
+
+    def peer_lost(self, peer: Peer) -> None:
+        """See `Interceptor`."""
+        self.exchange.peer_lost(peer)
+
+    def close(self) -> None:
+        """See `Interceptor`."""
+        self.exchange.close()
+
+
+class _CallNote(Note):
+    """A call of ours: its place in a context, until it ends."""
+
+    __slots__ = ("_event", "_exchange", "side", "was_made_in_backward")
+
+    def __init__(
+        self, exchange: Exchange, addition: Addition, side: Side | None, event: int
+    ) -> None:
+        super().__init__(addition)
+        self._exchange = exchange
+        self.side = side
+        self._event = event
+        self.was_made_in_backward = current_task() != NO_TASK
+
+    def failed(self, *, was_sent: bool) -> None:
+        """See `Note`."""
+        side = self.side
+        if side is None:
+            return
+        side.calls.discard(self)
+        if side.is_implicit:
+            self._exchange.end_call(side)
+        elif not was_sent and self._event >= 0:
+            self._exchange.mark_dead(side, self._event)
+
+
+class _CallScope(Scope):
+    """A call that is served here: the context that its handler and its reply are in."""
+
+    __slots__ = (
+        "_autocast",
+        "_event",
+        "_exchange",
+        "_is_implicit",
+        "_label",
+        "_name",
+        "_peer",
+        "records",
+        "side",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        peer: Peer,
+        name: ContextName,
+        label: str,
+        call: CallHeader | None,
+    ) -> None:
+        self._exchange = exchange
+        self._peer = peer
+        self._name = name
+        self._label = label
+        self._event = -1
+        self._autocast = call.autocast if call is not None else None
+        self._is_implicit = call is None or call.key is None
+        self.records = call is None or not call.flags & NOT_RECORDED
+        self.side: Side | None = None
+
+    def enter_handler(self) -> AbstractContextManager[None] | None:
+        """See `Scope`."""
+        if not self._is_implicit and self.side is not None:
+            active_context.set(self._name)
+        return apply_autocast(self._autocast) if self._autocast else None
+
+    def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
+        """See `Scope`."""
+        side = self.side
+        if not self.records or (side is not None and side.is_released):
+            return Addition(None, _cut(tensors))
+        tracked = _tracked(tensors, of_modules)
+        if not tracked:
+            self.failed()  # nothing goes back that could lead here
+            return NOTHING
+        if side is None:
+            side = self.side = self._exchange.registry.add_call(
+                self._name,
+                _call_label(self._label, self._peer.info.name),
+                is_caller=False,
+            )
+        side.is_serving = False
+        history = [tensors[i] for i in tracked]
+        self._event, after = side.record_send(self._peer.info.id, history)
+        header = ReplyHeader(self._event, after)
+        if not self._is_implicit:
+            header.key, header.incarnation = self._name
+        return Addition(encode_header(header), tracked)
+
+    def failed(self) -> None:
+        """See `Scope`."""
+        side = self.side
+        if side is None:
+            return
+        side.is_serving = False
+        if self._is_implicit:
+            # A call to oneself has one side; the caller's part of it ends it.
+            if not side.holds_weakly:
+                self._exchange.end_call(side)
+        elif self._event >= 0:
+            self._exchange.mark_dead(side, self._event)
+
+
+def _tracked(tensors: list[Tensor], of_modules: set[int]) -> dict[int, int]:
+    """The tensors whose history goes on here, by index.
+
+    Parameters of a module that is sent arrive as parameters of its copy.
+    """
+    return {
+        index: TRACKED
+        for index, tensor in enumerate(tensors)
+        if tensor.requires_grad and id(tensor) not in of_modules
+    }
+
+
+def _cut(tensors: list[Tensor]) -> dict[int, int] | None:
+    """Not recorded: what was computed arrives as a constant, leaves stay leaves."""
+    return {
+        index: 0
+        for index, tensor in enumerate(tensors)
+        if tensor.requires_grad and not tensor.is_leaf
+    } or None
+
+
+def _call_label(function: str, caller: str) -> str:
+    return f"the call of {function} by worker {caller!r}"

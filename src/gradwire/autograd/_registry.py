@@ -1,0 +1,207 @@
+"""The contexts that a worker takes part in, and those that are over for ever."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from gradwire.autograd._context import ContextName, Mark, Side
+from gradwire.autograd._messages import (
+    counter_of,
+    is_implicit,
+    key_of_context,
+    opener_of,
+)
+from gradwire.errors import ContextReleased, UnknownContext
+
+if TYPE_CHECKING:
+    from gradwire.autograd._exchange import Exchange
+
+__all__ = ["Ended", "Registry"]
+
+
+class Ended:
+    """Which explicit contexts of one opener are over: all that were, except for a few.
+
+    A late message must not bring a context back to life. Every release tells how many
+    contexts the opener has opened so far and which of them still live; these few numbers
+    say all there is to know, however many contexts there were.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self._issued = -1
+        self._live: set[int] = set()
+
+    def note(self, issued: int, live: set[int]) -> None:
+        """Takes in what a release says; an old one may come late."""
+        if issued > self._issued:
+            self._live = {c for c in live if c > self._issued or c in self._live}
+            self._issued = issued
+        else:
+            self._live = {c for c in self._live if c > issued or c in live}
+
+    def includes(self, counter: int) -> bool:
+        """Whether a context is over."""
+        return counter <= self._issued and counter not in self._live
+
+
+class Registry:
+    """Sides by context.
+
+    Args:
+        exchange: The worker.
+        incarnation: Its own.
+    """
+
+    def __init__(self, exchange: Exchange, incarnation: int) -> None:
+        self._exchange = exchange
+        self._incarnation = incarnation
+        # Guards all below; any thread that calls, serves or reads.
+        self._lock = threading.Lock()
+        self._sides: dict[int, Side] = {}
+        self._ended: dict[int, Ended] = {}
+        self._issued = -1
+        self._live: set[int] = set()
+        self._kept: weakref.WeakSet[Mark] = weakref.WeakSet()
+        self._is_closed = False
+
+    def open(self, into_grad: bool) -> Side:
+        """A new explicit context of this worker."""
+        me = self._exchange.me
+        with self._lock:
+            self._issued += 1
+            self._live.add(self._issued)
+            key = key_of_context(me, self._issued)
+            side = self._make(ContextName(key, self._incarnation), "", into_grad)
+        return side
+
+    def find(self, name: ContextName) -> Side | None:
+        """Our side of a context, if there is one."""
+        side = self._sides.get(name.key)
+        if side is None or side.name.incarnation != name.incarnation:
+            return None
+        return side
+
+    def get(self, key: int) -> Side:
+        """Our side of the explicit context with this id.
+
+        Raises:
+            UnknownContext: There is none.
+            ContextReleased: There was one.
+        """
+        side = self._sides.get(key)
+        if side is not None:
+            return side
+        ended = self._ended.get(opener_of(key))
+        counter = counter_of(key)
+        is_mine = opener_of(key) == self._exchange.me and counter <= self._issued
+        if is_mine or (ended is not None and ended.includes(counter)):
+            raise ContextReleased(
+                f"Could not find autograd context with id: {key}: it was released when "
+                "its `with` block was left; read its gradients inside the block",
+                worker=self._exchange.agent.info.name,
+            )
+        raise UnknownContext(
+            f"Could not find autograd context with id: {key}: worker "
+            f"{self._exchange.agent.info.name!r} has not taken part in such a context. "
+            "Pass the id that context() gave, and use it on workers that were called in it",
+            worker=self._exchange.agent.info.name,
+        )
+
+    def join(self, name: ContextName, label: str, into_grad: bool) -> Side | None:
+        """Our side of a context, made if there is none; None if the context is over."""
+        side = self.find(name)
+        if side is not None:
+            return side
+        with self._lock:
+            side = self._sides.get(name.key)
+            if side is not None and side.name.incarnation == name.incarnation:
+                return side
+            if side is not None or self._is_closed or self._is_over(name):
+                return None
+            return self._make(name, label, into_grad)
+
+    def add_call(self, name: ContextName, label: str, *, is_caller: bool) -> Side:
+        """Our side of the context that a call is by itself; a call to oneself has one."""
+        with self._lock:
+            side = self._sides.get(name.key)
+            if side is None or side.name != name:
+                side = Side(self._exchange, name, label, holds_weakly=is_caller)
+                self._sides[name.key] = side
+            return side
+
+    def _make(self, name: ContextName, label: str, into_grad: bool) -> Side:
+        label = label or f"the context {name.key}"
+        side = Side(self._exchange, name, label, into_grad=into_grad)
+        self._sides[name.key] = side
+        return side
+
+    def _is_over(self, name: ContextName) -> bool:
+        opener, counter = opener_of(name.key), counter_of(name.key)
+        if opener == self._exchange.me:
+            # Our own contexts are here for as long as they live.
+            return name.incarnation != self._incarnation or counter not in self._live
+        ended = self._ended.get(opener)
+        return (
+            ended is not None
+            and ended.incarnation == name.incarnation
+            and ended.includes(counter)
+        )
+
+    # --------------------------------------------------------------------------- end
+
+    def drop(self, name: ContextName) -> Side | None:
+        """Takes a side out; whoever gets it has to end it."""
+        with self._lock:
+            side = self._sides.get(name.key)
+            if side is None or side.name.incarnation != name.incarnation:
+                return None
+            del self._sides[name.key]
+            if not is_implicit(name.key) and opener_of(name.key) == self._exchange.me:
+                self._live.discard(counter_of(name.key))
+            side.is_released = True
+            if not side.is_implicit:
+                self._kept.add(side.mark)
+            return side
+
+    def ended_so_far(self) -> tuple[int, list[int]]:
+        """What our own releases say: see `Ended`."""
+        with self._lock:
+            return self._issued, sorted(self._live)
+
+    def note_ended(
+        self, opener: int, incarnation: int, issued: int, live: list[int]
+    ) -> None:
+        """Takes in what the release of another worker says."""
+        with self._lock:
+            ended = self._ended.get(opener)
+            if ended is None or ended.incarnation != incarnation:
+                ended = self._ended[opener] = Ended(incarnation)
+            ended.note(issued, set(live))
+
+    def sides(self) -> list[Side]:
+        """All sides."""
+        with self._lock:
+            return list(self._sides.values())
+
+    def close(self) -> list[Side]:
+        """No context is joined any more; returns the sides that there were."""
+        with self._lock:
+            self._is_closed = True
+            sides = list(self._sides.values())
+            self._sides.clear()
+            self._live.clear()
+            return sides
+
+    def counts(self) -> dict[str, Any]:
+        """What there is."""
+        sides = self.sides()
+        return {
+            "contexts": len(sides),
+            "sends": sum(side.num_sends for side in sides),
+            "recvs": sum(len(side.live_recvs()) for side in sides),
+            "passes": sum(side.run is not None for side in sides),
+            "released_contexts_kept_alive": len(self._kept),
+        }

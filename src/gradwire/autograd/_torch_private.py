@@ -1,0 +1,110 @@
+"""The private names of torch that this layer uses, checked once at import.
+
+They tell what the engine is doing right now: which backward runs, of what kind, and
+which nodes it will execute. Torch has no public names for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gradwire.wire import clean_thread_state, thread_state_is_clean
+
+__all__ = [
+    "NO_TASK",
+    "any_autocast",
+    "current_task",
+    "is_into_grad",
+    "keeps_graph",
+    "queue_callback",
+    "recording",
+    "will_execute",
+]
+
+
+def _private(path: str) -> Any:
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise ImportError(
+                f"gradwire needs torch.{path}, which torch {torch.__version__} does not "
+                "have; install a version of torch that this gradwire supports"
+            )
+    return found
+
+
+_engine = _private("autograd.Variable._execution_engine")
+
+NO_TASK = -1
+current_task: Callable[[], int] = _private("_C._current_graph_task_id")
+"""Number of the backward that runs on this thread, `NO_TASK` if none does."""
+will_execute: Callable[[Any], bool] = _private("_C._will_engine_execute_node")
+"""Whether the backward that runs here executes a node, sooner or later."""
+keeps_graph: Callable[[], bool] = _private(
+    "_C._autograd._get_current_graph_task_keep_graph"
+)
+"""Whether the backward that runs here retains its graph."""
+is_into_grad: Callable[[], bool] = _engine.is_checkpoint_valid
+"""Whether it accumulates into ``.grad``; not so for ``autograd.grad`` and ``inputs=``."""
+queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""Runs something at the end of the backward that runs here, if it succeeds."""
+any_autocast: Callable[[], bool] = _private("_C._is_any_autocast_enabled")
+
+_top_saving_hooks: Callable[[bool], Any] = _private(
+    "_C._autograd._top_saved_tensors_default_hooks"
+)
+_pop_saving_hooks: Callable[[], None] = _private(
+    "_C._autograd._pop_saved_tensors_default_hooks"
+)
+_push_saving_hooks: Callable[[Any, Any], None] = _private(
+    "_C._autograd._push_saved_tensors_default_hooks"
+)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+_nothing = _Nothing()
+
+
+def recording() -> Any:
+    """A context in which nodes can be made, whatever the state of the thread.
+
+    The thread that reads a message may be anybody's: inside ``no_grad``, a mode, or a
+    checkpoint that counts what is saved.
+    """
+    if (
+        torch.is_grad_enabled()
+        and thread_state_is_clean()
+        and _top_saving_hooks(False) is None
+    ):
+        return _nothing
+    return _clean_recording()
+
+
+@contextmanager
+def _clean_recording() -> Iterator[None]:
+    hooks = []
+    while (top := _top_saving_hooks(False)) is not None:
+        hooks.append(top)
+        _pop_saving_hooks()
+    try:
+        if thread_state_is_clean():
+            with torch.enable_grad():
+                yield
+        else:
+            with clean_thread_state(), torch.enable_grad():
+                yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _push_saving_hooks(pack, unpack)

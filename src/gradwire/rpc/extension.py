@@ -1,0 +1,39 @@
+"""For layers above: how to take part in calls, and to send messages of one's own.
+
+A layer derives a class from `Interceptor` and registers it before agents are created.
+"""
+
+from __future__ import annotations
+
+from gradwire.rpc._agent import Agent
+from gradwire.rpc._api import current_agent
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._context import serving_agent
+from gradwire.rpc._future import Outcome
+from gradwire.rpc._interceptors import (
+    NOTHING,
+    Addition,
+    Interceptor,
+    Note,
+    Scope,
+    register_interceptor,
+)
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._remote_exceptions import describe, rebuild
+
+__all__ = [
+    "NOTHING",
+    "Addition",
+    "Agent",
+    "Interceptor",
+    "Note",
+    "Outcome",
+    "Peer",
+    "PendingCall",
+    "Scope",
+    "current_agent",
+    "describe",
+    "rebuild",
+    "register_interceptor",
+    "serving_agent",
+]
