@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import pickle
 
 import pytest
 import torch
 
-from gradwire import errors, rpc
+import gradwire
+from gradwire import autograd, errors, rpc
+from gradwire.rpc import extension
 
 ERROR_NAMES = [
+    "AutogradError",
+    "BackwardFailed",
+    "BackwardTimeout",
     "CallTimeout",
     "ClosedError",
     "ConnectError",
     "ConnectTimeout",
+    "ContextReleased",
     "DeadlineExceeded",
     "DecodeError",
     "EncodeError",
+    "ForeignGraph",
     "GradwireError",
+    "GraphConsumed",
     "HandshakeRefused",
     "InvalidWorkerName",
     "LocalProtocolError",
+    "NoActiveContext",
     "NotInitialized",
     "PeerLostError",
     "ProtocolError",
@@ -31,6 +41,7 @@ ERROR_NAMES = [
     "SerializationError",
     "ShutdownTimeout",
     "TransportError",
+    "UnknownContext",
     "UnknownWorker",
     "UsageError",
     "VersionMismatch",
@@ -51,7 +62,10 @@ RPC_NAMES = [
     "shutdown",
 ]
 
-PARAMETERS = {
+# For layers above, which register by it; not among the names that users import.
+RPC_MODULES = ["extension"]
+
+RPC_PARAMETERS = {
     "init_rpc": "name, rank=None, world_size=None, rpc_backend_options=None, *, backend=None",
     "shutdown": "graceful=True, timeout=0",
     "rpc_sync": "to, func, args=None, kwargs=None, timeout=-1.0",
@@ -61,6 +75,53 @@ PARAMETERS = {
     "get_debug_info": "",
     "is_initialized": "",
 }
+
+AUTOGRAD_NAMES = [
+    "Context",
+    "backward",
+    "context",
+    "get_debug_info",
+    "get_gradients",
+    "grad",
+    "is_available",
+]
+
+AUTOGRAD_PARAMETERS = {
+    "Context.backward": (
+        "self, roots, retain_graph=False, create_graph=False, *, grad_tensors=None, "
+        "timeout=0"
+    ),
+    "Context.gradients": "self",
+    "backward": (
+        "context_id, roots, retain_graph=False, create_graph=False, *, "
+        "grad_tensors=None, timeout=0"
+    ),
+    "context": "*, accumulate='dict'",
+    "get_debug_info": "",
+    "get_gradients": "context_id",
+    "grad": (
+        "context_id, outputs, inputs, grad_outputs=None, retain_graph=None, "
+        "create_graph=False, allow_unused=None, *, materialize_grads=False, timeout=0"
+    ),
+    "is_available": "",
+}
+
+EXTENSION_NAMES = [
+    "NOTHING",
+    "Addition",
+    "Agent",
+    "Interceptor",
+    "Note",
+    "Outcome",
+    "Peer",
+    "PendingCall",
+    "Scope",
+    "current_agent",
+    "describe",
+    "rebuild",
+    "register_interceptor",
+    "serving_agent",
+]
 
 OPTIONS = {
     "rpc_timeout": 60.0,
@@ -94,9 +155,22 @@ FUTURE_METHODS = [
 ]
 
 BUILTIN_BASES = {
+    "AutogradError": RuntimeError,
     "UsageError": RuntimeError,
     "InvalidWorkerName": ValueError,
     "DeadlineExceeded": TimeoutError,
+}
+
+
+PARENTS = {
+    "AutogradError": "GradwireError",
+    "BackwardFailed": "AutogradError",
+    "BackwardTimeout": "DeadlineExceeded",
+    "ContextReleased": "UnknownContext",
+    "ForeignGraph": "AutogradError",
+    "GraphConsumed": "AutogradError",
+    "NoActiveContext": "UsageError",
+    "UnknownContext": "UsageError",
 }
 
 
@@ -128,6 +202,11 @@ def test_error_derives_from_builtin(name):
     assert issubclass(getattr(errors, name), BUILTIN_BASES[name])
 
 
+@pytest.mark.parametrize("name", sorted(PARENTS))
+def test_autograd_error_is_caught_by_its_parent(name):
+    assert issubclass(getattr(errors, name), getattr(errors, PARENTS[name]))
+
+
 @pytest.mark.parametrize("error_type", all_errors(), ids=lambda error: error.__name__)
 def test_error_survives_pickle(error_type):
     error = error_type("expected this, found that", worker="w1")
@@ -156,6 +235,26 @@ def test_remote_error_shows_traceback_after_pickle():
     )
 
 
+def test_package_exports_are_frozen():
+    assert gradwire.__all__ == ["autograd", "errors", "rpc"]
+
+
+def parameters_of(function):
+    signature = inspect.signature(function)
+    bare = signature.replace(
+        parameters=[
+            parameter.replace(annotation=inspect.Parameter.empty)
+            for parameter in signature.parameters.values()
+        ],
+        return_annotation=inspect.Signature.empty,
+    )
+    return str(bare)
+
+
+def public_names_of(module):
+    return {n for n in vars(module) if not n.startswith("_")} - {"annotations"}
+
+
 # ---------------------------------------------------------------------------------- rpc
 
 
@@ -173,23 +272,20 @@ def test_rpc_export_exists_and_is_described(name):
 
 
 def test_rpc_has_no_public_names_besides_its_exports():
-    public = {name for name in vars(rpc) if not name.startswith("_")}
-
-    assert public - {"annotations"} == set(RPC_NAMES)
+    assert public_names_of(rpc) == {*RPC_NAMES, *RPC_MODULES}
 
 
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
+@pytest.mark.parametrize("name", sorted(RPC_PARAMETERS))
 def test_rpc_parameters_are_frozen(name):
-    signature = inspect.signature(getattr(rpc, name))
-    bare = signature.replace(
-        parameters=[
-            parameter.replace(annotation=inspect.Parameter.empty)
-            for parameter in signature.parameters.values()
-        ],
-        return_annotation=inspect.Signature.empty,
-    )
+    assert parameters_of(getattr(rpc, name)) == f"({RPC_PARAMETERS[name]})"
 
-    assert str(bare) == f"({PARAMETERS[name]})"
+
+def test_rpc_extension_exports_are_frozen():
+    assert extension.__all__ == EXTENSION_NAMES
+
+
+def test_rpc_extension_has_no_public_names_besides_its_exports():
+    assert public_names_of(extension) == set(EXTENSION_NAMES)
 
 
 def test_rpc_options_and_their_defaults_are_frozen():
@@ -225,3 +321,89 @@ def test_worker_info_is_what_torch_has():
     assert hash(info) == 3
     assert repr(info) == "WorkerInfo(id=3, name=trainer)"
     assert pickle.loads(pickle.dumps(info)) == info
+
+
+# ----------------------------------------------------------------------------- autograd
+
+
+def test_autograd_exports_are_frozen():
+    assert autograd.__all__ == AUTOGRAD_NAMES
+
+
+def test_autograd_has_no_public_names_besides_its_exports():
+    # What registers the layer is imported there, and is no part of what it offers.
+    others = {"Recorder", "register_interceptor"}
+
+    assert public_names_of(autograd) - others == set(AUTOGRAD_NAMES)
+
+
+@pytest.mark.parametrize("name", AUTOGRAD_NAMES)
+def test_autograd_export_is_described(name):
+    assert inspect.getdoc(getattr(autograd, name))
+
+
+@pytest.mark.parametrize("name", sorted(AUTOGRAD_PARAMETERS))
+def test_autograd_parameters_are_frozen(name):
+    found = operator.attrgetter(name)(autograd)
+
+    assert parameters_of(found) == f"({AUTOGRAD_PARAMETERS[name]})"
+
+
+def test_autograd_grad_takes_what_torch_does_after_the_context():
+    theirs = list(inspect.signature(torch.autograd.grad).parameters)
+
+    first, *ours = inspect.signature(autograd.grad).parameters
+
+    assert first == "context_id"
+    assert ours[:5] == theirs[:5]
+    assert set(ours) - {"timeout"} <= set(theirs)
+
+
+def test_context_methods_are_frozen():
+    public = [name for name in vars(autograd.Context) if not name.startswith("_")]
+
+    assert sorted(public) == ["backward", "gradients"]
+
+
+def test_context_is_its_id():
+    context = autograd.Context(7 << 48 | 3)
+
+    assert isinstance(context, int)
+    assert context == 7 << 48 | 3
+    assert hash(context) == hash(7 << 48 | 3)
+    assert {int(context): "found"}[context] == "found"
+    assert str(context) == str(7 << 48 | 3)
+    assert "rank 7" in repr(context)
+
+
+def test_context_survives_pickle_as_itself():
+    context = autograd.Context(5)
+
+    copy = pickle.loads(pickle.dumps(context))
+
+    assert type(copy) is autograd.Context
+    assert copy == context
+
+
+def test_context_refuses_an_unknown_destination():
+    with pytest.raises(ValueError, match="dict"):
+        autograd.context(accumulate="nowhere")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: autograd.context().__enter__(),
+        lambda: autograd.backward(1, torch.ones((), requires_grad=True)),
+        lambda: autograd.get_gradients(1),
+        autograd.get_debug_info,
+    ],
+    ids=["context", "backward", "get_gradients", "get_debug_info"],
+)
+def test_autograd_needs_a_worker(use):
+    with pytest.raises(errors.NotInitialized):
+        use()
+
+
+def test_autograd_is_always_available():
+    assert autograd.is_available()

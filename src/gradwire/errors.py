@@ -13,8 +13,9 @@
       AutogradError(RuntimeError)     BackwardFailed, GraphConsumed, ForeignGraph
 
 The tree is split by what the caller can do about it: mend the program (UsageError,
-AutogradError, SerializationError), wait or go on without a worker (TransportError, DeadlineExceeded),
-report a bug or a stranger (ProtocolError), or look at the other worker (RemoteError).
+AutogradError, SerializationError), wait or go on without a worker (TransportError,
+DeadlineExceeded), report a bug or a stranger (ProtocolError), or look at the other
+worker (RemoteError).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 
 Every error keeps its facts as attributes and survives pickling.

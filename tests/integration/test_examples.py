@@ -1,7 +1,8 @@
-"""What readers are told to run does run: the demo, the README, the benchmark."""
+"""What readers are told to run does run: examples, the README, the benchmark."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,8 @@ def run(*command: str | Path, cwd: Path = ROOT) -> str:
     return output
 
 
-def read_code_block(page: Path, language: str) -> str:
-    blocks = re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 1, f"{page.name} should have one block of {language}"
-    return str(blocks[0])
+def read_code_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def find_links() -> list[tuple[str, str]]:
@@ -141,10 +141,10 @@ def test_demo_shows_every_kind_of_call():
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_readme_example_prints_what_its_comments_say(tmp_path):
-    code = read_code_block(README, "python")
+    (code,) = read_code_blocks(README)
     script = tmp_path / "hello.py"
     script.write_text(code)
-    expected = re.findall(r"print\(.*\)  # (.*)", code)
+    expected = re.findall(r"print\(.*\)  # (.*) on both workers", code)
     launch = re.search(r"torchrun (.*) hello\.py", code)
     assert expected and launch is not None
 
@@ -157,7 +157,42 @@ def test_readme_example_prints_what_its_comments_say(tmp_path):
         cwd=tmp_path,
     )
 
-    assert output.splitlines() == expected
+    assert output.splitlines() == expected * 2
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_autograd_example_shows_every_kind_of_backward():
+    output = run("examples/autograd.py")
+
+    assert "x.grad tensor([2., 3.]) bob's tensor([1., 1.])" in output
+    assert "gradient tensor([4., 9.]) carol's None" in output
+    assert "x tensor([ 8., 18.]) and x.grad None\n    bob's tensor([2., 3.])" in output
+    assert "x.grad tensor([0.1413, 0.0296]) bob's tensor([0.0707, 0.0099])" in output
+    assert "x.grad tensor([32., 72.]) bob's tensor([16., 24.])" in output
+    assert "no gradient today; it came from worker bob" in output
+    assert "3.2 3 2.7 ... 0.84 0.79" in output
+    left = output.partition("What is left of all this: ")[2]
+    assert set(ast.literal_eval(left).values()) == {0}
+
+
+def test_readme_example_is_short_and_needs_no_context():
+    (code,) = read_code_blocks(README)
+    lines = [line for line in code.splitlines() if line and line[0] != "#"]
+
+    assert len(lines) <= 10
+    assert "loss.backward()" in code
+    assert "context" not in code
+
+
+def test_autograd_page_shows_what_the_example_runs():
+    example = (ROOT / "examples/autograd.py").read_text()
+    blocks = read_code_blocks(ROOT / "docs/autograd.md")
+
+    assert blocks
+    for block in blocks:
+        assert block in example or textwrap.indent(block, "    ") in example, block
 
 
 @pytest.mark.multiproc

@@ -277,7 +277,7 @@ def _check_roots(
     seeds: Tensor | Sequence[Tensor | None] | None,
     what: str,
     what_seeds: str,
-) -> tuple[list[Tensor], list[Tensor | None]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     tensors = [roots] if isinstance(roots, Tensor) else list(roots)
     if not tensors:
         raise UsageError(
@@ -290,7 +290,7 @@ def _check_roots(
         raise ValueError(
             f"{what_seeds} has {len(given)} entries for {len(tensors)} {what}"
         )
-    checked: list[Tensor | None] = []
+    checked: list[Tensor] = []
     for number, (tensor, seed) in enumerate(zip(tensors, given, strict=True)):
         if not isinstance(tensor, Tensor):
             raise TypeError(

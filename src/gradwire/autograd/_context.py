@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.autograd._functions import Recv, Send, token_of
+from gradwire.autograd._functions import apply_recv, apply_send, token_of
 from gradwire.autograd._messages import is_implicit
 from gradwire.autograd._passes import ContextState, PassId, TellNone
 from gradwire.autograd._torch_private import recording
@@ -93,7 +93,7 @@ class Side:
         self.mark = Mark()
         # Guards all below, and gives events their order: callers, readers, passes.
         self.lock = threading.Lock()
-        self.state = ContextState(exchange.me)
+        self.state = ContextState(exchange.me, exchange.describe)
         with recording():
             self.anchor = torch.zeros((), requires_grad=True)
         self._tail: list[Tensor] = [self.anchor]
@@ -115,7 +115,7 @@ class Side:
             event = self.state.record_send()
             message = from_here(self, event, peer, len(tensors))
             with recording():
-                self._tail.append(Send.apply(message, *tensors))  # type: ignore[no-untyped-call]
+                self._tail.append(apply_send(message, *tensors))
             self.num_sends += 1
             return event, self.state.latest_begun
 
@@ -127,6 +127,7 @@ class Side:
         tensors: list[Tensor],
         *,
         lease: Lease | None = None,
+        is_request: bool = False,
         made_in_backward: bool = False,
     ) -> list[TellNone]:
         """A message arrived: gives its tensors their history. Returns what to answer."""
@@ -135,10 +136,10 @@ class Side:
             since = None if after is None else PassId(*after)
             event, answers = self.state.record_recv(peer, number, since)
             message = self._exchange.received_message(
-                self, event, peer, number, lease, made_in_backward
+                self, event, peer, number, lease, is_request, made_in_backward
             )
             with recording():
-                *_, token = Recv.apply(  # type: ignore[no-untyped-call]
+                *_, token = apply_recv(
                     message, tensors, self.holds_weakly, *self._live_tail()
                 )
             node = weakref.ref(token.grad_fn)
@@ -158,9 +159,13 @@ class Side:
 
     # ------------------------------------------------------------------------- passes
 
+    def peek_tail(self) -> list[Tensor]:
+        """The tokens that a pass would begin with; the caller holds the lock."""
+        return [token for token in self._live_tail() if token is not self.anchor]
+
     def take_tail(self, retain: bool) -> tuple[list[Tensor], list[Received]]:
         """The roots and the recvs of a pass that begins; the caller holds the lock."""
-        roots = [token for token in self._live_tail() if token is not self.anchor]
+        roots = self.peek_tail()
         recvs = self.recvs
         if retain:
             recvs = list(recvs)

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd._functions import Start
-from gradwire.autograd._torch_private import recording
+from gradwire.autograd._averaged import refuse_averaged
+from gradwire.autograd._functions import apply_start
+from gradwire.autograd._torch_private import recording, run_engine
 
-__all__ = ["Destination", "accumulate", "run_backward"]
+__all__ = ["Destination", "accumulate", "leaves_of", "run_backward"]
 
 
 class Destination(IntEnum):
@@ -30,13 +31,18 @@ class Destination(IntEnum):
     THROUGH = 2
 
 
+_SEED = torch.zeros(())  # the gradient of a token, which nobody looks at
+
+
 def run_backward(
     roots: Sequence[Tensor],
-    seeds: Sequence[Tensor | None],
+    seeds: Sequence[Tensor],
+    tail: Sequence[Tensor],
     destination: Destination,
     anchor: Tensor,
     on_start: Callable[[], None],
     *,
+    label: str,
     retain_graph: bool,
     create_graph: bool,
     inputs: Sequence[Any] = (),
@@ -44,12 +50,15 @@ def run_backward(
     """Runs the backward of this worker.
 
     Args:
-        roots: What to begin with: losses and tokens.
-        seeds: Their gradients; None for tokens.
+        roots: Losses.
+        seeds: Their gradients.
+        tail: Tokens.
         destination: See above.
         anchor: The leaf at the end of the chain: it makes the engine take every wire
             node for needed, also those that lead to no leaf of interest.
-        on_start: Called by the engine before any other node runs.
+        on_start: Called by the engine before any code of the user's. Without losses the
+            first node is one of ours, and it is not called.
+        label: What to call the context in errors.
         retain_graph: As in torch.
         create_graph: As in torch.
         inputs: With ``THROUGH``: tensors whose gradients are wanted.
@@ -57,29 +66,31 @@ def run_backward(
     Returns:
         Leaves or inputs, with their gradients; nothing for ``INTO_GRAD``.
     """
-    with recording():
-        start: Tensor = Start.apply(on_start, seeds, *roots)  # type: ignore[no-untyped-call]
-    retain = retain_graph or create_graph
-    if destination is Destination.INTO_GRAD:
-        torch.autograd.backward(start, retain_graph=retain, create_graph=create_graph)
-        return []
-    wanted: list[Any] = list(inputs)
+    begin = tuple(tail)
+    if roots:
+        with recording():
+            begin = (apply_start(on_start, seeds, len(tail), *roots, *tail),)
+    wanted = inputs
     if destination is Destination.INTO_DICTIONARY:
-        wanted = [leaf for leaf in _leaves(start.grad_fn) if leaf is not anchor]
-    _, *gradients = torch.autograd.grad(
-        start,
-        [anchor, *wanted],
-        retain_graph=retain,
-        create_graph=create_graph,
-        allow_unused=True,
+        wanted = [leaf for leaf in leaves_of(begin) if leaf is not anchor]
+        refuse_averaged(wanted, label)
+    is_into_grad = destination is Destination.INTO_GRAD
+    gradients = run_engine(
+        begin,
+        (_SEED,) * len(begin),
+        retain_graph or create_graph,
+        create_graph,
+        () if is_into_grad else (anchor, *wanted),
+        allow_unreachable=True,
+        accumulate_grad=is_into_grad,
     )
-    return list(zip(wanted, gradients, strict=True))
+    return [] if is_into_grad else list(zip(wanted, gradients[1:], strict=True))
 
 
-def _leaves(root: Any) -> list[Tensor]:
-    """All leaves of the graph behind a node; torch walks it in C++, but tells no one."""
-    seen = {root}
-    stack = [root]
+def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
+    """All leaves of the graph behind some tensors; torch walks it too, but tells no one."""
+    stack: list[Any] = [root.grad_fn for root in roots]
+    seen = set(stack)
     pop, push, add = stack.pop, stack.append, seen.add
     while stack:
         for node, _ in pop().next_functions:
@@ -108,9 +119,9 @@ def accumulate(
             before = gradients.get(leaf)
             if before is not None:
                 # Dense + sparse is defined, sparse + dense is not.
-                if before.is_sparse and not gradient.is_sparse:
-                    before, gradient = gradient, before
-                gradients[leaf] = before + gradient
+                is_swapped = before.is_sparse and not gradient.is_sparse
+                pair = (gradient, before) if is_swapped else (before, gradient)
+                gradients[leaf] = pair[0] + pair[1]
             else:
                 gradients[leaf] = (
                     gradient if create_graph else _own(gradient, leaf, taken)

@@ -13,7 +13,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -21,11 +21,18 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast, autocast_state
+from gradwire.autograd._averaged import refuse_averaged
 from gradwire.autograd._context import ContextName, Lease, Received, Side
-from gradwire.autograd._engine import Destination, accumulate, run_backward
+from gradwire.autograd._engine import (
+    Destination,
+    accumulate,
+    leaves_of,
+    run_backward,
+)
 from gradwire.autograd._messages import (
     Dead,
     Gradient,
+    GradientAndStart,
     PassAbort,
     PassDone,
     PassStart,
@@ -90,7 +97,7 @@ _GATHER_S = 0.002  # leftovers are collected for so long, to be sent together
 class Answer(NamedTuple):
     """The gradients of one message, with the history that they may have themselves."""
 
-    present: list[bool]
+    present: tuple[bool, ...]
     gradients: tuple[Tensor, ...]
     tracked: list[Tensor]
     history: int
@@ -112,6 +119,7 @@ class Run:
         "retain",
         "side",
         "task",
+        "thread",
         "waiting",
     )
 
@@ -131,11 +139,21 @@ class Run:
         self.create_graph = create_graph
         self.recvs = recvs
         self.task: int | None = None  # the engine's number for our part
+        self.thread = 0  # where our part runs, if it begins with tokens only
         self.autocast: list[tuple[str, str]] | None = None
         self.limit = 0.0  # when the starter gives up, 0: never
         self.failure: BaseException | None = None
         self.waiting: dict[int, Outcome] = {}  # sends that the engine waits in
         self.children = {rank: Outcome() for rank in pass_.told}
+
+    def forget(self) -> None:
+        """The pass failed, and the error is about to be raised to the program.
+
+        The error's traceback knows this run; if the run also knew the error, both would
+        live until the cyclic collector comes, and the graph with them.
+        """
+        self.failure = None
+        self.children, self.waiting = {}, {}
 
 
 class SentMessage:
@@ -158,7 +176,7 @@ class SentMessage:
         exchange = self._exchange
         side = exchange.registry.find(self._name)
         run = side.run if side is not None else None
-        if side is None or run is None or run.task != current_task():
+        if side is None or run is None or not exchange.is_part_of(run):
             return [None] * self._count
         answer = exchange.await_answer(side, run, self._event, self._peer)
         if answer is NONE:
@@ -187,6 +205,7 @@ class ReceivedMessage:
         "_mark",
         "_name",
         "event",
+        "is_request",
         "label",
         "lease",
         "made_in_backward",
@@ -203,6 +222,7 @@ class ReceivedMessage:
         peer: int,
         number: int,
         lease: Lease | None,
+        is_request: bool,
         made_in_backward: bool,
     ) -> None:
         self._exchange = exchange
@@ -213,6 +233,7 @@ class ReceivedMessage:
         self.peer = peer
         self.number = number
         self.lease = lease
+        self.is_request = is_request
         self.made_in_backward = made_in_backward
         self.passed_over_in: int | None = None
 
@@ -223,16 +244,14 @@ class ReceivedMessage:
         has_gradient = any(g is not None for g in gradients)
         if side is None:
             if has_gradient:
-                raise exchange.gone(self._name, self.label)
+                raise exchange.gone(self._name, self)
             return
         run, instructions = exchange.admit(side, self, has_gradient)
         if run is None:
             self.passed_over_in = current_task()
             return
-        # An answer may come before its pass; one that leaves with it costs no write.
-        hold = TellStart(self.peer) in instructions
         try:
-            exchange.ship(side, run, self, gradients, hold=hold)
+            exchange.ship(side, run, self, gradients, instructions)
         finally:
             exchange.perform(side, run, instructions)
 
@@ -266,10 +285,13 @@ class Exchange:
         peer: int,
         number: int,
         lease: Lease | None,
+        is_request: bool,
         made_in_backward: bool,
     ) -> ReceivedMessage:
         """Likewise."""
-        return ReceivedMessage(self, side, event, peer, number, lease, made_in_backward)
+        return ReceivedMessage(
+            self, side, event, peer, number, lease, is_request, made_in_backward
+        )
 
     # -------------------------------------------------------------- passes we start
 
@@ -277,7 +299,7 @@ class Exchange:
         self,
         side: Side,
         roots: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
+        seeds: Sequence[Tensor],
         destination: Destination,
         *,
         retain: bool,
@@ -289,7 +311,11 @@ class Exchange:
         limit = time.monotonic() + timeout_s if timeout_s else 0.0
         self._wait_for_calls(side, limit)
         retain = retain or create_graph
+        if destination is Destination.INTO_DICTIONARY:
+            # As long as nothing has begun, the context stays as it is.
+            refuse_averaged(self._leaves(side, roots), side.label)
         with side.lock:
+            self._check_whole(side)
             pass_, instructions = side.state.start(retain)
             run, tail = self._begin(side, pass_, destination, retain, create_graph)
             run.limit, run.autocast = limit, autocast_state()
@@ -301,10 +327,17 @@ class Exchange:
             self._wait_for_children(run)
         except BaseException as error:
             self.fail(side, run, error)
+            run.forget()
             raise
         if destination is Destination.INTO_DICTIONARY:
             self._keep(side, run, gradients)
         return gradients
+
+    def _leaves(self, side: Side, roots: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The leaves that a pass would reach here; only walks if it is asked."""
+        with side.lock:
+            tail = side.peek_tail()
+        yield from leaves_of([*roots, *tail])
 
     def _wait_for_calls(self, side: Side, limit: float) -> None:
         for call in [note.call for note in list(side.calls)]:
@@ -333,24 +366,23 @@ class Exchange:
         self,
         run: Run,
         roots: Sequence[Tensor],
-        seeds: Sequence[Tensor | None],
+        seeds: Sequence[Tensor],
         tail: list[Tensor],
         inputs: Sequence[Any] = (),
     ) -> list[tuple[Any, Tensor | None]]:
         if not roots and not tail:
             return []
-
-        def on_start() -> None:
-            run.task = current_task()
-            self._tasks[run.task] = run
-
+        if not roots:
+            run.thread = threading.get_ident()
         try:
             return run_backward(
-                [*roots, *tail],
-                [*seeds, *[None] * len(tail)],
+                roots,
+                seeds,
+                tail,
                 run.destination,
                 run.side.anchor,
-                on_start,
+                lambda: self._claim(run, current_task()),
+                label=run.side.label,
                 retain_graph=run.retain,
                 create_graph=run.create_graph,
                 inputs=inputs,
@@ -359,11 +391,30 @@ class Exchange:
             if run.task is not None:
                 self._tasks.pop(run.task, None)
 
+    def is_part_of(self, run: Run) -> bool:
+        """Whether the node that the engine executes here is executed for a pass.
+
+        In a part that began with tokens only, the first node is a wire node: there is
+        no code of the user's before it, so whatever backward it is in, is the pass's.
+        """
+        task = current_task()
+        if run.task is None and run.thread == threading.get_ident():
+            self._claim(run, task)
+        return run.task == task
+
+    def _claim(self, run: Run, task: int) -> None:
+        run.task = task
+        self._tasks[task] = run
+
     def _wait_for_children(self, run: Run) -> None:
         for rank, outcome in run.children.items():
             self._wait(run, outcome, rank)
         if run.failure is not None:
             raise run.failure
+
+    def _check_whole(self, side: Side) -> None:
+        if side.state.broken is not None:
+            raise rebuild(side.state.broken)
 
     def _wait(self, run: Run, outcome: Outcome, rank: int) -> Any:
         peer = self.agent.network.find(rank)
@@ -373,7 +424,14 @@ class Exchange:
                 f"for worker {peer.info.name!r} (rank {rank})",
                 worker=peer.info.name,
             )
-        return outcome.result()
+        answer, error = outcome.value, outcome.error
+        del outcome
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # with its traceback it would keep this frame, and that all
+        return answer
 
     def _keep(
         self, side: Side, run: Run, gradients: list[tuple[Any, Tensor | None]]
@@ -394,11 +452,16 @@ class Exchange:
         task = current_task()
         with side.lock:
             run = side.run
-            if run is not None and run.task == task and run.pass_.covers(message.event):
+            if (
+                run is not None
+                and self.is_part_of(run)
+                and run.pass_.covers(message.event)
+            ):
                 return run, []
             if not has_gradient:
                 return None, []
             self._check_may_start(side, message, task)
+            self._check_whole(side)
             create_graph = torch.is_grad_enabled()
             retain = keeps_graph() or create_graph
             pass_, instructions = side.state.start(retain)
@@ -433,14 +496,7 @@ class Exchange:
                 "the call outside of any context"
             )
         if side.is_implicit and not (side.holds_weakly or side.is_serving):
-            here = owner.side.label if owner is not None else "a backward"
-            raise ForeignGraph(
-                f"{here} reached a tensor that had arrived in another call, {side.label}, "
-                "and was kept. Its gradient cannot be sent back any more: put both calls "
-                "into one context (with gradwire.autograd.context() as ctx), or detach() "
-                "what you keep",
-                worker=self.agent.info.name,
-            )
+            raise self._foreign_call(side.label)
         if owner is not None and (
             not side.is_implicit or owner.destination is Destination.INTO_DICTIONARY
         ):
@@ -451,6 +507,18 @@ class Exchange:
                 worker=self.agent.info.name,
             )
 
+    def _foreign_call(self, label: str) -> ForeignGraph:
+        owner = self._tasks.get(current_task())
+        here = (
+            f"the backward of {owner.side.label}" if owner is not None else "a backward"
+        )
+        return ForeignGraph(
+            f"{here} reached a tensor that had arrived in another call, {label}, and "
+            "was kept. Its gradient cannot be sent back any more: put both calls into one "
+            "context (with gradwire.autograd.context() as ctx), or detach() what you keep",
+            worker=self.agent.info.name,
+        )
+
     def _consumed(self, label: str) -> GraphConsumed:
         return GraphConsumed(
             f"the graph of {label} was used by an earlier backward and is gone. To use it "
@@ -460,12 +528,14 @@ class Exchange:
             worker=self.agent.info.name,
         )
 
-    def gone(self, name: ContextName, label: str) -> GradwireError:
-        """Why there is no side of a context any more."""
+    def gone(self, name: ContextName, message: ReceivedMessage) -> GradwireError:
+        """Why there is no side of a message's context any more."""
         if is_implicit(name.key):
-            return self._consumed(label)
+            if message.is_request:
+                return self._foreign_call(message.label)
+            return self._consumed(message.label)
         return ContextReleased(
-            f"a backward reached a tensor that arrived in {label}, which has been "
+            f"a backward reached a tensor that arrived in {message.label}, which has been "
             "released. Call backward() before its `with` block is left",
             worker=self.agent.info.name,
         )
@@ -476,11 +546,14 @@ class Exchange:
         run: Run,
         message: ReceivedMessage,
         gradients: Sequence[Tensor | None],
-        *,
-        hold: bool,
+        instructions: list[Instruction],
     ) -> None:
-        """Sends the gradients of a message back; enqueues, never blocks."""
-        present = [g is not None for g in gradients]
+        """Sends the gradients of a message back; enqueues, never blocks.
+
+        If the same worker is to be told that the pass begins, it is told with them, and
+        the instruction is taken out.
+        """
+        present = tuple([g is not None for g in gradients])
         values = tuple(g for g in gradients if g is not None)
         pass_id, name = run.pass_.id, side.name
         tracked: list[Tensor] = []
@@ -490,7 +563,7 @@ class Exchange:
             if tracked:
                 history, after = side.record_send(message.peer, tracked)
         if not values:
-            present = []
+            present = ()
         if message.peer == self.me:
             own = {id(g): g.detach() for g in values}
             values = tuple(own[id(g)] for g in values)
@@ -502,7 +575,24 @@ class Exchange:
                 Answer(present, values, copies, history, after) if present else NONE,
             )
             return
-        out = Gradient(*name, *pass_id, message.number, present, history, after)
+        out: Gradient | GradientAndStart
+        start = TellStart(message.peer)
+        if start in instructions:
+            instructions.remove(start)
+            out = GradientAndStart(
+                *name,
+                *pass_id,
+                message.number,
+                present,
+                history,
+                after,
+                run.destination,
+                run.retain,
+                run.create_graph,
+                run.autocast,
+            )
+        else:
+            out = Gradient(*name, *pass_id, message.number, present, history, after)
         if not values:
             outgoing = encode(out)
         elif run.create_graph:
@@ -516,11 +606,21 @@ class Exchange:
             outgoing = encode(out, values, flags)
         else:
             outgoing = encode(out, values)
-        self._send(message.peer, outgoing, hold=hold)
+        self._send(message.peer, outgoing)
 
     # ------------------------------------------------------------------- passes we join
 
-    def on_start(self, peer: Peer, message: PassStart, frame: Frame) -> None:
+    def on_gradient_and_start(
+        self, peer: Peer, message: GradientAndStart, frame: Frame
+    ) -> None:
+        """A pass begins, and the first answer is there."""
+        self.on_gradient(peer, message, frame)
+        frame.buffers.clear()
+        self.on_start(peer, message, frame)
+
+    def on_start(
+        self, peer: Peer, message: PassStart | GradientAndStart, frame: Frame
+    ) -> None:
         """A pass begins; runs our part of it."""
         name = ContextName(message.key, message.incarnation)
         pass_id = PassId(message.starter, message.number)
@@ -529,7 +629,8 @@ class Exchange:
             # It may overtake the request that brings the context.
             side = self.registry.join(name, "", False)
         if side is None:
-            self._tell_abort(name, pass_id, peer.info.id, self._no_side(name))
+            cause = self.describe(self._no_side(name))
+            self._tell_abort(name, pass_id, peer.info.id, cause)
             return
         with side.lock:
             pass_, instructions = side.state.on_start(
@@ -593,7 +694,9 @@ class Exchange:
 
     # ------------------------------------------------------------------------ messages
 
-    def on_gradient(self, peer: Peer, message: Gradient, frame: Frame) -> None:
+    def on_gradient(
+        self, peer: Peer, message: Gradient | GradientAndStart, frame: Frame
+    ) -> None:
         """The answer to a message of ours."""
         side = self.registry.find(ContextName(message.key, message.incarnation))
         if side is None:
@@ -662,7 +765,7 @@ class Exchange:
             return
         value, _ = decode_value(message, frame.head, frame.buffers)
         pass_id = PassId(message.starter, message.number)
-        self._fail(side, pass_id, rebuild(value), peer.info.id)
+        self._fail(side, pass_id, value, rebuild(value), peer.info.id)
 
     # ---------------------------------------------------------------------------- ends
 
@@ -681,27 +784,38 @@ class Exchange:
     def _after_end(
         self, side: Side, run: Run | None, instructions: list[Instruction]
     ) -> None:
-        if run is not None and side.run is not run:
-            # A call's context is used up by a pass that does not retain it.
-            if side.is_implicit and not run.retain and not side.is_busy():
-                self.registry.drop(side.name)
-                side.forget_graph()
+        is_over = run is not None and side.run is not run and not run.retain
+        # A call's context is used up by a pass that does not retain it.
+        if is_over and side.is_implicit and not side.is_busy():
+            self.registry.drop(side.name)
+            side.forget_graph()
         self.perform(side, run, instructions)
 
+    def describe(self, error: BaseException) -> Any:
+        """What others are told of an error; kept instead of it, which keeps its frames."""
+        return describe(error, self.agent.info.name)
+
     def fail(self, side: Side, run: Run, error: BaseException) -> None:
-        """Our part of a pass failed; everybody is told. Nothing if it is over already."""
-        self._fail(side, run.pass_.id, error, None)
+        """Our part of a pass failed; everybody is told. Nothing if it is over already.
+
+        Whoever calls this raises the error, or nobody does.
+        """
+        if side.run is run:
+            here = BackwardFailed(f"a backward pass over {side.label} failed here")
+            self._fail(side, run.pass_.id, self.describe(error), here)
 
     def _fail(
         self,
         side: Side,
         pass_id: PassId,
+        cause: Any,
         error: BaseException,
-        sender: int | None,
+        sender: int | None = None,
     ) -> None:
+        """Ends a pass that failed; ``error`` is for those who wait for it here."""
         with side.lock:
             run = side.run
-            instructions = side.state.fail(pass_id, error, sender)
+            instructions = side.state.fail(pass_id, cause, sender)
             self._settle(side)
             if run is None or run.pass_.id != pass_id:
                 return
@@ -721,18 +835,19 @@ class Exchange:
         rank = peer.info.id
         if rank == self.me:
             return
+        error = peer.error()
+        cause = self.describe(error)
         for side in self.registry.sides():
-            error = peer.error()
             with side.lock:
                 run = side.run
-                instructions = side.state.lose(rank, error)
+                instructions = side.state.lose(rank, cause)
                 self._settle(side)
                 is_over = run is not None and side.run is not run
                 outcomes = self._break(run, error) if run and is_over else []
-            for outcome in outcomes:
-                outcome.finish(None, error)
             if is_over:
                 self._after_end(side, run, instructions)
+            for outcome in outcomes:
+                outcome.finish(None, error)
             if opener_of(side.name.key) == rank:
                 self._end(side, error)
 
@@ -775,17 +890,14 @@ class Exchange:
         )
 
     def _tell_abort(
-        self, name: ContextName, pass_id: PassId, to: int, cause: BaseException
+        self, name: ContextName, pass_id: PassId, to: int, cause: Any
     ) -> None:
-        value = describe(cause, self.agent.info.name)
-        self._send(to, encode(PassAbort(*name, *pass_id), value))
+        self._send(to, encode(PassAbort(*name, *pass_id), cause))
 
-    def _send(
-        self, rank: int, outgoing: Outgoing, *, hold: bool = False
-    ) -> GradwireError | None:
+    def _send(self, rank: int, outgoing: Outgoing) -> GradwireError | None:
         """Sends to a worker; returns why not. Whoever needs it is told by `peer_lost`."""
         try:
-            self.agent.send(self.agent.network.find(rank), outgoing, hold=hold)
+            self.agent.send(self.agent.network.find(rank), outgoing)
         except GradwireError as error:
             return error
         return None
@@ -943,6 +1055,7 @@ class _PlainEnd:
             exchange._wait_for_children(run)
         except BaseException as error:
             exchange.fail(side, run, error)
+            run.forget()
             raise
 
     def __del__(self) -> None:
@@ -956,6 +1069,7 @@ class _PlainEnd:
             worker=self._exchange.agent.info.name,
         )
         self._exchange.fail(self._side, self._run, error)
+        self._run.forget()
 
 
 def _is_reached(recv: Received, task: int) -> bool:

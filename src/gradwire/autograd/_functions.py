@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import ReceivedMessage, SentMessage
 
-__all__ = ["Recv", "Send", "Start", "token_of"]
+__all__ = ["apply_recv", "apply_send", "apply_start", "token_of"]
 
 # Torch's own declarations of these methods are loose.
 # mypy: disable-error-code="override,no-untyped-call"
@@ -75,6 +75,12 @@ class Recv(torch.autograd.Function):
         return (None,) * (3 + count)
 
 
+def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`Function.apply` without its care for ``torch.func``, where no call can be made."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def token_of(node: Any) -> Tensor:
     """The token of a `Recv` that keeps it.
 
@@ -85,22 +91,27 @@ def token_of(node: Any) -> Tensor:
 
 
 class Start(torch.autograd.Function):
-    """The one root of a worker's part of a pass: it runs before everything else."""
+    """The one root of the starter's part of a pass: it runs before everything else."""
 
     @staticmethod
     def forward(
         ctx: Any,
         on_start: Callable[[], None],
-        seeds: Sequence[Tensor | None],
-        *roots: Tensor,
+        seeds: Sequence[Tensor],
+        num_tokens: int,
+        *roots_and_tokens: Tensor,
     ) -> Tensor:
         """Returns what to call backward on."""
-        ctx.set_materialize_grads(False)
-        ctx.on_start, ctx.seeds = on_start, seeds
+        ctx.on_start, ctx.seeds, ctx.num_tokens = on_start, seeds, num_tokens
         return torch.empty(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients with which the pass begins."""
         ctx.on_start()
-        return None, None, *ctx.seeds
+        return None, None, None, *ctx.seeds, *[None] * ctx.num_tokens
+
+
+apply_send = _apply_of(Send)
+apply_recv = _apply_of(Recv)
+apply_start = _apply_of(Start)

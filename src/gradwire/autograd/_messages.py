@@ -21,6 +21,7 @@ __all__ = [
     "CallHeader",
     "Dead",
     "Gradient",
+    "GradientAndStart",
     "PassAbort",
     "PassDone",
     "PassStart",
@@ -142,9 +143,27 @@ class Gradient(Message, array_like=True, gc=False):
     starter: int
     number: int
     message: int
-    present: list[bool] = []
+    present: tuple[bool, ...] = ()
     history: int = -1
     after: tuple[int, int] | None = None
+    body: Body | None = None
+
+
+class GradientAndStart(Message, array_like=True, gc=False):
+    """A `Gradient` and the `PassStart` of its pass, in one message."""
+
+    key: int
+    incarnation: int
+    starter: int
+    number: int
+    message: int
+    present: tuple[bool, ...]
+    history: int
+    after: tuple[int, int] | None
+    destination: int
+    retain: bool
+    create_graph: bool
+    autocast: list[tuple[str, str]] | None = None
     body: Body | None = None
 
 
@@ -189,7 +208,7 @@ class Release(Message, array_like=True, gc=False):
     incarnation: int
     keys: list[int]
     issued: int = -1
-    live: list[int] = []
+    live: tuple[int, ...] = ()
 
 
 register_message(16, PassStart)
@@ -198,3 +217,4 @@ register_message(18, PassDone)
 register_message(19, PassAbort)
 register_message(20, Dead)
 register_message(21, Release)
+register_message(22, GradientAndStart)

@@ -24,6 +24,7 @@ and messages of different workers in any order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -94,11 +95,11 @@ class TellDone(NamedTuple):
 
 
 class TellAbort(NamedTuple):
-    """Tell a worker that the pass failed."""
+    """Tell a worker that the pass failed, and why, in whatever form we were told."""
 
     to: int
     pass_id: PassId
-    cause: BaseException
+    cause: Any
 
 
 class TellNone(NamedTuple):
@@ -115,6 +116,10 @@ Instruction: TypeAlias = TellStart | TellDone | TellAbort | TellNone
 class ContextState:
     """One worker's view of one context.
 
+    Args:
+        me: Our rank.
+        describe: Makes of an error what others are told, and what is kept.
+
     Attributes:
         me: Our rank.
         known: The workers that we exchanged messages with in this context.
@@ -126,16 +131,19 @@ class ContextState:
         broken: Why no pass can succeed any more: a worker of the context was lost.
     """
 
-    def __init__(self, me: int) -> None:
+    def __init__(
+        self, me: int, describe: Callable[[BackwardFailed], Any] = lambda error: error
+    ) -> None:
         self.me = me
+        self._describe = describe
         self.known: set[int] = set()
         self.events = 0
         self.first = 0
         self.current: Pass | None = None
         self.latest: dict[int, int] = {}
         self.latest_begun: PassId | None = None
-        self.broken: BaseException | None = None
-        self._aborted: dict[PassId, BaseException] = {}
+        self.broken: Any = None
+        self._aborted: dict[PassId, Any] = {}
         self._answers: dict[PassId, dict[int, Any]] = {}
         self._dead: set[int] = set()
 
@@ -183,10 +191,7 @@ class ContextState:
 
         Raises:
             BackwardFailed: Another one is on here.
-            PeerLostError: A worker of the context was lost.
         """
-        if self.broken is not None:
-            raise self.broken
         if self.current is not None:
             raise _busy(self.current.id, self.me)
         number = self.latest.get(self.me, -1) + 1
@@ -206,12 +211,12 @@ class ContextState:
             if (cause := self._aborted.get(pass_id)) is not None:
                 return None, [TellAbort(sender, pass_id, cause)]
             return None, [TellDone(sender, pass_id)]
-        error = self.broken
+        cause = self.broken
         if current is not None:
-            error = _busy(current.id, self.me)
-        if error is not None:
-            self._forget(pass_id, error)
-            return None, [TellAbort(sender, pass_id, error)]
+            cause = self._describe(_busy(current.id, self.me))
+        if cause is not None:
+            self._forget(pass_id, cause)
+            return None, [TellAbort(sender, pass_id, cause)]
         return self._begin(pass_id, sender, retain)
 
     def _begin(
@@ -281,7 +286,7 @@ class ContextState:
         return [TellDone(current.parent, current.id)]
 
     def fail(
-        self, pass_id: PassId, cause: BaseException, sender: int | None = None
+        self, pass_id: PassId, cause: Any, sender: int | None = None
     ) -> list[Instruction]:
         """A pass failed, here or (``sender``) elsewhere. It is over here."""
         current = self.current
@@ -297,7 +302,7 @@ class ContextState:
         everybody.discard(sender)
         return [TellAbort(worker, pass_id, cause) for worker in sorted(everybody)]
 
-    def lose(self, worker: int, cause: BaseException) -> list[Instruction]:
+    def lose(self, worker: int, cause: Any) -> list[Instruction]:
         """A worker is gone: its messages will never be answered, so passes fail."""
         if worker not in self.known:
             return []
@@ -307,7 +312,7 @@ class ContextState:
             return []
         return [t for t in self.fail(self.current.id, cause) if t.to != worker]
 
-    def _forget(self, pass_id: PassId, cause: BaseException) -> None:
+    def _forget(self, pass_id: PassId, cause: Any) -> None:
         """Makes a pass one that is over, and failed; for each starter the last one."""
         for other in [p for p in self._aborted if p.starter == pass_id.starter]:
             del self._aborted[other]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast, autocast_state
+from gradwire.autograd._averaged import watch_wrappers
 from gradwire.autograd._context import ContextName, Side
 from gradwire.autograd._exchange import Exchange
 from gradwire.autograd._messages import (
@@ -22,6 +23,7 @@ from gradwire.autograd._messages import (
     CallHeader,
     Dead,
     Gradient,
+    GradientAndStart,
     PassAbort,
     PassDone,
     PassStart,
@@ -62,6 +64,7 @@ class Recorder(Interceptor):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self.exchange = exchange = Exchange(agent)
+        self._watch = watch_wrappers()
         self.messages = {
             Gradient: exchange.on_gradient,
             PassDone: exchange.on_done,
@@ -69,7 +72,10 @@ class Recorder(Interceptor):
             Dead: exchange.on_dead,
             Release: exchange.on_release,
         }
-        self.requests = {PassStart: exchange.on_start}
+        self.requests = {
+            PassStart: exchange.on_start,
+            GradientAndStart: exchange.on_gradient_and_start,
+        }
 
     # ------------------------------------------------------------------- as the caller
 
@@ -208,7 +214,7 @@ class Recorder(Interceptor):
                 side.state.meet(peer.info.id)
         if call is not None and call.flags & MESSAGE_HAS_HISTORY and scope.side:
             answers = scope.side.record_recv(
-                peer.info.id, call.message, call.after, tracked
+                peer.info.id, call.message, call.after, tracked, is_request=True
             )
             if answers:
                 exchange.perform(scope.side, None, answers)
@@ -228,6 +234,7 @@ class Recorder(Interceptor):
 
     def close(self) -> None:
         """See `Interceptor`."""
+        self._watch.remove()
         self.exchange.close()
 
 

@@ -166,13 +166,13 @@ class Registry:
                 self._kept.add(side.mark)
             return side
 
-    def ended_so_far(self) -> tuple[int, list[int]]:
+    def ended_so_far(self) -> tuple[int, tuple[int, ...]]:
         """What our own releases say: see `Ended`."""
         with self._lock:
-            return self._issued, sorted(self._live)
+            return self._issued, tuple(sorted(self._live))
 
     def note_ended(
-        self, opener: int, incarnation: int, issued: int, live: list[int]
+        self, opener: int, incarnation: int, issued: int, live: tuple[int, ...]
     ) -> None:
         """Takes in what the release of another worker says."""
         with self._lock:

@@ -22,6 +22,7 @@ __all__ = [
     "keeps_graph",
     "queue_callback",
     "recording",
+    "run_engine",
     "will_execute",
 ]
 
@@ -53,6 +54,8 @@ is_into_grad: Callable[[], bool] = _engine.is_checkpoint_valid
 """Whether it accumulates into ``.grad``; not so for ``autograd.grad`` and ``inputs=``."""
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Runs something at the end of the backward that runs here, if it succeeds."""
+run_engine: Callable[..., Any] = _engine.run_backward
+"""What ``torch.autograd.backward`` and ``grad`` call when they have made up defaults."""
 any_autocast: Callable[[], bool] = _private("_C._is_any_autocast_enabled")
 
 _top_saving_hooks: Callable[[bool], Any] = _private(

@@ -697,7 +697,6 @@ class Agent:
                 peer.info.name: link.connection.scheme for link, peer in links
             },
             **counters,
-            **{k: v for i in self.interceptors for k, v in i.debug_info().items()},
         }
 
     def close(self, reason: str = "it shut down") -> list[str]:

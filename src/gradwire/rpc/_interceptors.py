@@ -98,13 +98,13 @@ class Interceptor:
 
     name: str
     """Key of the headers; the same on all workers."""
-    messages: MessageHandlers = {}
-    """Handlers of messages of the layer's own; they must not block."""
-    requests: MessageHandlers = {}
-    """Likewise, for those that may run long: they get a thread, as calls do."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
+        # Handlers of messages of the layer's own, which must not block; and of those
+        # that may run long: they get a thread, as calls do.
+        self.messages: MessageHandlers = {}
+        self.requests: MessageHandlers = {}
 
     def sending_call(
         self,
@@ -157,10 +157,6 @@ class Interceptor:
 
     def peer_lost(self, peer: Peer) -> None:
         """The peer is gone; whatever waits for it must not."""
-
-    def debug_info(self) -> dict[str, Any]:
-        """Counts for `get_debug_info`."""
-        return {}
 
     def close(self) -> None:
         """The agent ends."""

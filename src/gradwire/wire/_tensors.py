@@ -27,8 +27,9 @@ from gradwire.wire._messages import TensorMeta
 
 __all__ = ["INLINE_BYTES", "Buffer", "TensorTable"]
 
-INLINE_BYTES: Final = 16 << 10
-"""Storages of up to this size travel inside the head."""
+INLINE_BYTES: Final = 64 << 10
+"""Storages of up to this size travel inside the head: copying them costs less than a
+buffer of their own does, with its allocation and its reads."""
 
 REQUIRES_GRAD: Final = 1
 PARAMETER: Final = 2
