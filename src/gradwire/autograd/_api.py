@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwire.autograd._context import Side
 from gradwire.autograd._engine import Destination
 from gradwire.autograd._exchange import Exchange
+from gradwire.autograd._explicit import backward as run_pass
 from gradwire.autograd._messages import opener_of
 from gradwire.autograd._recorder import Recorder, active_context
 from gradwire.errors import UsageError
@@ -116,7 +117,7 @@ class context:
             active_context.reset(token)
         except ValueError:  # left in another task than entered
             active_context.set(None)
-        exchange.release(side)
+        exchange.releases.release(side)
 
 
 def backward(
@@ -154,7 +155,8 @@ def backward(
     destination = (
         Destination.INTO_GRAD if side.into_grad else Destination.INTO_DICTIONARY
     )
-    exchange.backward(
+    run_pass(
+        exchange,
         side,
         tensors,
         seeds,
@@ -203,7 +205,8 @@ def grad(
     for number, tensor in enumerate(wanted):
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             raise UsageError(f"input {number} does not require grad")
-    found = exchange.backward(
+    found = run_pass(
+        exchange,
         side,
         tensors,
         seeds,

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from gradwire.autograd._functions import apply_recv, apply_send, token_of
 from gradwire.autograd._messages import is_implicit
+from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 from gradwire.autograd._passes import ContextState, PassId, TellNone
 from gradwire.autograd._torch_private import recording
 
 if TYPE_CHECKING:
-    from gradwire.autograd._exchange import Exchange, Run
+    from gradwire.autograd._exchange import Exchange
+    from gradwire.autograd._leftovers import Leftovers
+    from gradwire.autograd._run import Run
     from gradwire.rpc.extension import Note
 
 __all__ = ["ContextName", "Lease", "Mark", "Received", "Side"]
@@ -41,16 +44,16 @@ class Lease:
     in a queue.
     """
 
-    __slots__ = ("_exchange", "_name", "is_over")
+    __slots__ = ("_leftovers", "_name", "is_over")
 
-    def __init__(self, exchange: Exchange, name: ContextName) -> None:
-        self._exchange = exchange
+    def __init__(self, leftovers: Leftovers, name: ContextName) -> None:
+        self._leftovers = leftovers
         self._name = name
         self.is_over = False
 
     def __del__(self) -> None:
         if not self.is_over:
-            self._exchange.leftovers.put(self._name)
+            self._leftovers.put(self._name)
 
 
 class Received(NamedTuple):
@@ -109,11 +112,10 @@ class Side:
         self, peer: int, tensors: list[Tensor]
     ) -> tuple[int, PassId | None]:
         """A message leaves; returns its number, and the last pass that had begun."""
-        from_here = self._exchange.sent_message
         with self.lock:
             self.state.meet(peer)
             event = self.state.record_send()
-            message = from_here(self, event, peer, len(tensors))
+            message = SentMessage(self._exchange, self, event, peer, len(tensors))
             with recording():
                 self._tail.append(apply_send(message, *tensors))
             self.num_sends += 1
@@ -135,8 +137,15 @@ class Side:
             self.state.meet(peer)
             since = None if after is None else PassId(*after)
             event, answers = self.state.record_recv(peer, number, since)
-            message = self._exchange.received_message(
-                self, event, peer, number, lease, is_request, made_in_backward
+            message = ReceivedMessage(
+                self._exchange,
+                self,
+                event,
+                peer,
+                number,
+                lease,
+                is_request,
+                made_in_backward,
             )
             with recording():
                 *_, token = apply_recv(

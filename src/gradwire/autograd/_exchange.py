@@ -1,34 +1,22 @@
-"""What a worker does about passes: it starts, joins, runs and ends them.
+"""What a worker does about passes: it runs its part, sends, receives, ends.
 
-There is one `Exchange` per agent. It knows the worker's sides of all contexts, turns
-messages into events of the pure protocol in `_passes`, and does what that says. The
-messages behind the autograd nodes, `SentMessage` and `ReceivedMessage`, lead the local
-engine here.
+There is one `Exchange` per agent. It turns messages into events of the pure protocol in
+`_passes`, and does what that says. Passes are started in `_explicit` and `_plain`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import logging
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradwire.autograd._autocast import apply_autocast, autocast_state
-from gradwire.autograd._averaged import refuse_averaged
-from gradwire.autograd._context import ContextName, Lease, Received, Side
-from gradwire.autograd._engine import (
-    Destination,
-    accumulate,
-    leaves_of,
-    run_backward,
-)
+from gradwire.autograd._autocast import apply_autocast
+from gradwire.autograd._context import ContextName, Side
+from gradwire.autograd._engine import Destination, accumulate, run_backward
 from gradwire.autograd._messages import (
     Dead,
     Gradient,
@@ -36,10 +24,10 @@ from gradwire.autograd._messages import (
     PassAbort,
     PassDone,
     PassStart,
-    Release,
     is_implicit,
     opener_of,
 )
+from gradwire.autograd._nodes import ReceivedMessage
 from gradwire.autograd._passes import (
     NONE,
     WAIT,
@@ -51,22 +39,16 @@ from gradwire.autograd._passes import (
     TellNone,
     TellStart,
 )
+from gradwire.autograd._plain import consumed
 from gradwire.autograd._registry import Registry
-from gradwire.autograd._torch_private import (
-    current_task,
-    is_into_grad,
-    keeps_graph,
-    queue_callback,
-    will_execute,
-)
+from gradwire.autograd._release import Releases
+from gradwire.autograd._run import Answer, Run
+from gradwire.autograd._torch_private import current_task
 from gradwire.errors import (
-    AutogradError,
     BackwardFailed,
     BackwardTimeout,
     ContextReleased,
-    ForeignGraph,
     GradwireError,
-    GraphConsumed,
     RemoteProtocolError,
 )
 from gradwire.rpc.extension import (
@@ -86,174 +68,7 @@ from gradwire.wire import (
     tracked_tensors,
 )
 
-__all__ = ["Exchange", "ReceivedMessage", "Run", "SentMessage"]
-
-_log = logging.getLogger("gradwire.autograd")
-
-_CLOSE_S = 5.0
-_GATHER_S = 0.002  # leftovers are collected for so long, to be sent together
-
-
-class Answer(NamedTuple):
-    """The gradients of one message, with the history that they may have themselves."""
-
-    present: tuple[bool, ...]
-    gradients: tuple[Tensor, ...]
-    tracked: list[Tensor]
-    history: int
-    after: tuple[int, int] | None
-
-
-class Run:
-    """A pass at work on this worker. Its side's lock guards it."""
-
-    __slots__ = (
-        "autocast",
-        "children",
-        "create_graph",
-        "destination",
-        "failure",
-        "limit",
-        "pass_",
-        "recvs",
-        "retain",
-        "side",
-        "task",
-        "thread",
-        "waiting",
-    )
-
-    def __init__(
-        self,
-        side: Side,
-        pass_: Pass,
-        destination: Destination,
-        retain: bool,
-        create_graph: bool,
-        recvs: list[Received],
-    ) -> None:
-        self.side = side
-        self.pass_ = pass_
-        self.destination = destination
-        self.retain = retain
-        self.create_graph = create_graph
-        self.recvs = recvs
-        self.task: int | None = None  # the engine's number for our part
-        self.thread = 0  # where our part runs, if it begins with tokens only
-        self.autocast: list[tuple[str, str]] | None = None
-        self.limit = 0.0  # when the starter gives up, 0: never
-        self.failure: BaseException | None = None
-        self.waiting: dict[int, Outcome] = {}  # sends that the engine waits in
-        self.children = {rank: Outcome() for rank in pass_.told}
-
-    def forget(self) -> None:
-        """The pass failed, and the error is about to be raised to the program.
-
-        The error's traceback knows this run; if the run also knew the error, both would
-        live until the cyclic collector comes, and the graph with them.
-        """
-        self.failure = None
-        self.children, self.waiting = {}, {}
-
-
-class SentMessage:
-    """What a `Send` node knows: a message of ours whose gradients are waited for."""
-
-    __slots__ = ("_count", "_event", "_exchange", "_mark", "_name", "_peer")
-
-    def __init__(
-        self, exchange: Exchange, side: Side, event: int, peer: int, count: int
-    ) -> None:
-        self._exchange = exchange
-        self._name = side.name  # never the side itself: nodes must not keep it alive
-        self._mark = side.mark
-        self._event = event
-        self._peer = peer
-        self._count = count
-
-    def await_gradients(self) -> Sequence[Tensor | None]:
-        """Called by the engine. Outside of a pass of ours nobody will answer."""
-        exchange = self._exchange
-        side = exchange.registry.find(self._name)
-        run = side.run if side is not None else None
-        if side is None or run is None or not exchange.is_part_of(run):
-            return [None] * self._count
-        answer = exchange.await_answer(side, run, self._event, self._peer)
-        if answer is NONE:
-            return [None] * self._count
-        if len(answer.present) != self._count:
-            raise RemoteProtocolError(
-                f"{len(answer.present)} gradients arrived for {self._count} tensors"
-            )
-        if answer.history >= 0:  # the gradients themselves arrive differentiably
-            exchange.perform(
-                side,
-                run,
-                side.record_recv(
-                    self._peer, answer.history, answer.after, answer.tracked
-                ),
-            )
-        gradients = iter(answer.gradients)
-        return [next(gradients) if there else None for there in answer.present]
-
-
-class ReceivedMessage:
-    """What a `Recv` node knows: a message of a peer that waits for its gradients."""
-
-    __slots__ = (
-        "_exchange",
-        "_mark",
-        "_name",
-        "event",
-        "is_request",
-        "label",
-        "lease",
-        "made_in_backward",
-        "number",
-        "passed_over_in",
-        "peer",
-    )
-
-    def __init__(
-        self,
-        exchange: Exchange,
-        side: Side,
-        event: int,
-        peer: int,
-        number: int,
-        lease: Lease | None,
-        is_request: bool,
-        made_in_backward: bool,
-    ) -> None:
-        self._exchange = exchange
-        self._name = side.name
-        self._mark = side.mark
-        self.label = side.label
-        self.event = event
-        self.peer = peer
-        self.number = number
-        self.lease = lease
-        self.is_request = is_request
-        self.made_in_backward = made_in_backward
-        self.passed_over_in: int | None = None
-
-    def ship(self, gradients: Sequence[Tensor | None]) -> None:
-        """Called by the engine, once per backward."""
-        exchange = self._exchange
-        side = exchange.registry.find(self._name)
-        has_gradient = any(g is not None for g in gradients)
-        if side is None:
-            if has_gradient:
-                raise exchange.gone(self._name, self)
-            return
-        run, instructions = exchange.admit(side, self, has_gradient)
-        if run is None:
-            self.passed_over_in = current_task()
-            return
-        try:
-            exchange.ship(side, run, self, gradients, instructions)
-        finally:
-            exchange.perform(side, run, instructions)
+__all__ = ["Exchange"]
 
 
 class Exchange:
@@ -263,92 +78,15 @@ class Exchange:
         self.agent = agent
         self.me = agent.info.id
         self.registry = Registry(self, agent.network.incarnation)
-        # Engine's numbers of the backwards that are our parts of passes. Plain
-        # dictionary operations, each atomic.
-        self._tasks: dict[int, Run] = {}
-        self.leftovers: SimpleQueue[Any] = SimpleQueue()
-        # Guards the start of the thread that works the leftovers off.
-        self._lock = threading.Lock()
-        self._sweeper: threading.Thread | None = None
-        self._is_closed = False
+        self.releases = Releases(self)
+        self.leftovers = self.releases.leftovers
+        # The parts of passes that run here, by the engine's numbers of the backwards.
+        # Plain dictionary operations, each atomic.
+        self.tasks: dict[int, Run] = {}
 
-    def sent_message(
-        self, side: Side, event: int, peer: int, count: int
-    ) -> SentMessage:
-        """For `Side`, which does not know this module."""
-        return SentMessage(self, side, event, peer, count)
+    # ------------------------------------------------------------------ running a part
 
-    def received_message(
-        self,
-        side: Side,
-        event: int,
-        peer: int,
-        number: int,
-        lease: Lease | None,
-        is_request: bool,
-        made_in_backward: bool,
-    ) -> ReceivedMessage:
-        """Likewise."""
-        return ReceivedMessage(
-            self, side, event, peer, number, lease, is_request, made_in_backward
-        )
-
-    # -------------------------------------------------------------- passes we start
-
-    def backward(
-        self,
-        side: Side,
-        roots: Sequence[Tensor],
-        seeds: Sequence[Tensor],
-        destination: Destination,
-        *,
-        retain: bool,
-        create_graph: bool,
-        inputs: Sequence[Any] = (),
-        timeout_s: float = 0.0,
-    ) -> list[tuple[Any, Tensor | None]]:
-        """Runs a pass over a whole context, from its begin to its end everywhere."""
-        limit = time.monotonic() + timeout_s if timeout_s else 0.0
-        self._wait_for_calls(side, limit)
-        retain = retain or create_graph
-        if destination is Destination.INTO_DICTIONARY:
-            # As long as nothing has begun, the context stays as it is.
-            refuse_averaged(self._leaves(side, roots), side.label)
-        with side.lock:
-            self._check_whole(side)
-            pass_, instructions = side.state.start(retain)
-            run, tail = self._begin(side, pass_, destination, retain, create_graph)
-            run.limit, run.autocast = limit, autocast_state()
-        try:
-            self.perform(side, run, instructions)
-            gradients = self._run_part(run, roots, seeds, tail, inputs)
-            del tail
-            self._local_end(side, run)
-            self._wait_for_children(run)
-        except BaseException as error:
-            self.fail(side, run, error)
-            run.forget()
-            raise
-        if destination is Destination.INTO_DICTIONARY:
-            self._keep(side, run, gradients)
-        return gradients
-
-    def _leaves(self, side: Side, roots: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The leaves that a pass would reach here; only walks if it is asked."""
-        with side.lock:
-            tail = side.peek_tail()
-        yield from leaves_of([*roots, *tail])
-
-    def _wait_for_calls(self, side: Side, limit: float) -> None:
-        for call in [note.call for note in list(side.calls)]:
-            left = max(0.0, limit - time.monotonic()) if limit else None
-            if call is not None and not call.wait(left):
-                raise BackwardTimeout(
-                    f"backward() waited until its limit for a call of {call.target}, made "
-                    f"in {side.label}, to return"
-                )
-
-    def _begin(
+    def begin(
         self,
         side: Side,
         pass_: Pass,
@@ -362,7 +100,7 @@ class Exchange:
         side.run = run
         return run, tail
 
-    def _run_part(
+    def run_part(
         self,
         run: Run,
         roots: Sequence[Tensor],
@@ -389,7 +127,7 @@ class Exchange:
             )
         finally:
             if run.task is not None:
-                self._tasks.pop(run.task, None)
+                self.tasks.pop(run.task, None)
 
     def is_part_of(self, run: Run) -> bool:
         """Whether the node that the engine executes here is executed for a pass.
@@ -404,15 +142,16 @@ class Exchange:
 
     def _claim(self, run: Run, task: int) -> None:
         run.task = task
-        self._tasks[task] = run
+        self.tasks[task] = run
 
-    def _wait_for_children(self, run: Run) -> None:
+    def wait_for_children(self, run: Run) -> None:
         for rank, outcome in run.children.items():
             self._wait(run, outcome, rank)
         if run.failure is not None:
             raise run.failure
 
-    def _check_whole(self, side: Side) -> None:
+    def check_whole(self, side: Side) -> None:
+        """Raises if a worker of the context was lost."""
         if side.state.broken is not None:
             raise rebuild(side.state.broken)
 
@@ -433,112 +172,95 @@ class Exchange:
                 del error  # with its traceback it would keep this frame, and that all
         return answer
 
-    def _keep(
+    def keep(
         self, side: Side, run: Run, gradients: list[tuple[Any, Tensor | None]]
     ) -> None:
         with side.lock:
             accumulate(side.gradients, gradients, create_graph=run.create_graph)
 
-    # ------------------------------------------------- passes that plain backwards start
+    # ------------------------------------------------------------------- passes we join
 
-    def admit(
-        self, side: Side, message: ReceivedMessage, has_gradient: bool
-    ) -> tuple[Run | None, list[Instruction]]:
-        """The pass in which a recv that the engine has reached ships its gradients.
+    def on_gradient_and_start(
+        self, peer: Peer, message: GradientAndStart, frame: Frame
+    ) -> None:
+        """A pass begins, and the first answer is there."""
+        self.on_gradient(peer, message, frame)
+        frame.buffers.clear()
+        self.on_start(peer, message, frame)
 
-        If there is none, and it has some to ship, it starts one: this is how a plain
-        ``loss.backward()`` becomes a pass.
-        """
-        task = current_task()
+    def on_start(
+        self, peer: Peer, message: PassStart | GradientAndStart, frame: Frame
+    ) -> None:
+        """A pass begins; runs our part of it."""
+        name = ContextName(message.key, message.incarnation)
+        pass_id = PassId(message.starter, message.number)
+        side = self.registry.find(name)
+        if side is None and not is_implicit(name.key):
+            # It may overtake the request that brings the context.
+            side = self.registry.join(name, "", False)
+        if side is None:
+            cause = self.describe(self._no_side(name))
+            self._tell_abort(name, pass_id, peer.info.id, cause)
+            return
         with side.lock:
-            run = side.run
-            if (
-                run is not None
-                and self.is_part_of(run)
-                and run.pass_.covers(message.event)
-            ):
-                return run, []
-            if not has_gradient:
-                return None, []
-            self._check_may_start(side, message, task)
-            self._check_whole(side)
-            create_graph = torch.is_grad_enabled()
-            retain = keeps_graph() or create_graph
-            pass_, instructions = side.state.start(retain)
-            destination = (
-                Destination.INTO_GRAD if is_into_grad() else Destination.THROUGH
+            pass_, instructions = side.state.on_start(
+                pass_id, peer.info.id, message.retain
             )
-            run, _ = self._begin(side, pass_, destination, retain, create_graph)
-            run.task, run.autocast = task, autocast_state()
-            if message.lease is not None:
-                message.lease.is_over = not retain
-            instructions += [
-                TellNone(recv.peer, pass_.id, recv.number)
-                for recv in run.recvs
-                if not _is_reached(recv, task)
-            ]
-        queue_callback(_PlainEnd(self, side, run))
-        return run, instructions
+            run: Run | None = None
+            tail: list[Tensor] = []
+            if pass_ is not None:
+                run, tail = self.begin(
+                    side,
+                    pass_,
+                    Destination(message.destination),
+                    message.retain,
+                    message.create_graph,
+                )
+                run.autocast = message.autocast
+                instructions += [
+                    TellNone(recv.peer, pass_id, recv.number)
+                    for recv in run.recvs
+                    if recv.node() is None  # on a side that holds weakly
+                ]
+        self.perform(side, run, instructions)
+        if run is not None:
+            roots, tail = tail, []
+            contextvars.copy_context().run(self._join, side, run, roots)
 
-    def _check_may_start(self, side: Side, message: ReceivedMessage, task: int) -> None:
-        """Raises if a gradient has come where it would be lost or counted twice."""
-        owner = self._tasks.get(task)
-        run = side.run
-        if message.event < (side.state.first if run is None else run.pass_.first):
-            raise self._consumed(side.label)
-        if run is not None or (message.made_in_backward and not side.is_implicit):
-            raise AutogradError(
-                f"a backward reached a tensor that arrived in {side.label} while another "
-                "backward was running there, and not as part of it. Calls that are made "
-                "inside a backward, as reentrant checkpointing makes them, cannot be "
-                "differentiated inside that same backward: use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or make "
-                "the call outside of any context"
-            )
-        if side.is_implicit and not (side.holds_weakly or side.is_serving):
-            raise self._foreign_call(side.label)
-        if owner is not None and (
-            not side.is_implicit or owner.destination is Destination.INTO_DICTIONARY
-        ):
-            raise ForeignGraph(
-                f"a pass over {owner.side.label} reached a tensor that belongs to "
-                f"{side.label}. Make both in one context, or detach() the tensor where it "
-                "crosses over",
-                worker=self.agent.info.name,
-            )
-
-    def _foreign_call(self, label: str) -> ForeignGraph:
-        owner = self._tasks.get(current_task())
-        here = (
-            f"the backward of {owner.side.label}" if owner is not None else "a backward"
-        )
-        return ForeignGraph(
-            f"{here} reached a tensor that had arrived in another call, {label}, and "
-            "was kept. Its gradient cannot be sent back any more: put both calls into one "
-            "context (with gradwire.autograd.context() as ctx), or detach() what you keep",
-            worker=self.agent.info.name,
-        )
-
-    def _consumed(self, label: str) -> GraphConsumed:
-        return GraphConsumed(
-            f"the graph of {label} was used by an earlier backward and is gone. To use it "
-            "several times: one backward over the sum, backward([loss1, loss2]), or "
-            "retain_graph=True for all but the last, or a context for each forward, or "
-            "no context at all",
-            worker=self.agent.info.name,
-        )
-
-    def gone(self, name: ContextName, message: ReceivedMessage) -> GradwireError:
-        """Why there is no side of a message's context any more."""
+    def _no_side(self, name: ContextName) -> GradwireError:
         if is_implicit(name.key):
-            if message.is_request:
-                return self._foreign_call(message.label)
-            return self._consumed(message.label)
-        return ContextReleased(
-            f"a backward reached a tensor that arrived in {message.label}, which has been "
-            "released. Call backward() before its `with` block is left",
-            worker=self.agent.info.name,
-        )
+            return consumed(self, "a call")
+        return ContextReleased(f"the context {name.key} has been released")
+
+    def _join(self, side: Side, run: Run, tail: list[Tensor]) -> None:
+        serving_agent.set(self.agent)
+        autocast = run.autocast
+        try:
+            with apply_autocast(autocast) if autocast else contextlib.nullcontext():
+                gradients = self.run_part(run, (), (), tail)
+            tail.clear()
+            if run.failure is not None:
+                return
+            if run.destination is Destination.INTO_DICTIONARY:
+                self.keep(side, run, gradients)
+        except BaseException as error:
+            self.fail(side, run, error)
+            error.__traceback__ = None  # it holds the frames of backward functions
+        else:
+            self.end_part(side, run)
+
+    def await_answer(self, side: Side, run: Run, event: int, peer: int) -> Any:
+        """Waits for the gradients of a message; the engine's thread does."""
+        with side.lock:
+            if run.failure is not None:
+                raise run.failure
+            if not run.pass_.covers(event):
+                return NONE
+            answer = side.state.take_answer(event)
+            if answer is not WAIT:
+                return answer
+            outcome = run.waiting[event] = Outcome()
+        return self._wait(run, outcome, peer)
 
     def ship(
         self,
@@ -606,91 +328,9 @@ class Exchange:
             outgoing = encode(out, values, flags)
         else:
             outgoing = encode(out, values)
-        self._send(message.peer, outgoing)
-
-    # ------------------------------------------------------------------- passes we join
-
-    def on_gradient_and_start(
-        self, peer: Peer, message: GradientAndStart, frame: Frame
-    ) -> None:
-        """A pass begins, and the first answer is there."""
-        self.on_gradient(peer, message, frame)
-        frame.buffers.clear()
-        self.on_start(peer, message, frame)
-
-    def on_start(
-        self, peer: Peer, message: PassStart | GradientAndStart, frame: Frame
-    ) -> None:
-        """A pass begins; runs our part of it."""
-        name = ContextName(message.key, message.incarnation)
-        pass_id = PassId(message.starter, message.number)
-        side = self.registry.find(name)
-        if side is None and not is_implicit(name.key):
-            # It may overtake the request that brings the context.
-            side = self.registry.join(name, "", False)
-        if side is None:
-            cause = self.describe(self._no_side(name))
-            self._tell_abort(name, pass_id, peer.info.id, cause)
-            return
-        with side.lock:
-            pass_, instructions = side.state.on_start(
-                pass_id, peer.info.id, message.retain
-            )
-            run: Run | None = None
-            tail: list[Tensor] = []
-            if pass_ is not None:
-                run, tail = self._begin(
-                    side,
-                    pass_,
-                    Destination(message.destination),
-                    message.retain,
-                    message.create_graph,
-                )
-                run.autocast = message.autocast
-                instructions += [
-                    TellNone(recv.peer, pass_id, recv.number)
-                    for recv in run.recvs
-                    if recv.node() is None  # on a side that holds weakly
-                ]
-        self.perform(side, run, instructions)
-        if run is not None:
-            roots, tail = tail, []
-            contextvars.copy_context().run(self._join, side, run, roots)
-
-    def _no_side(self, name: ContextName) -> GradwireError:
-        if is_implicit(name.key):
-            return self._consumed("a call")
-        return ContextReleased(f"the context {name.key} has been released")
-
-    def _join(self, side: Side, run: Run, tail: list[Tensor]) -> None:
-        serving_agent.set(self.agent)
-        autocast = run.autocast
-        try:
-            with apply_autocast(autocast) if autocast else contextlib.nullcontext():
-                gradients = self._run_part(run, (), (), tail)
-            tail.clear()
-            if run.failure is not None:
-                return
-            if run.destination is Destination.INTO_DICTIONARY:
-                self._keep(side, run, gradients)
-        except BaseException as error:
-            self.fail(side, run, error)
-            error.__traceback__ = None  # it holds the frames of backward functions
-        else:
-            self._local_end(side, run)
-
-    def await_answer(self, side: Side, run: Run, event: int, peer: int) -> Any:
-        """Waits for the gradients of a message; the engine's thread does."""
-        with side.lock:
-            if run.failure is not None:
-                raise run.failure
-            if not run.pass_.covers(event):
-                return NONE
-            answer = side.state.take_answer(event)
-            if answer is not WAIT:
-                return answer
-            outcome = run.waiting[event] = Outcome()
-        return self._wait(run, outcome, peer)
+        # The caller of a call waits for these and for our end, which mostly comes at
+        # once: they leave together. (What is held back leaves before long in any case.)
+        self.send(message.peer, outgoing, hold=side.is_implicit and message.is_request)
 
     # ------------------------------------------------------------------------ messages
 
@@ -739,7 +379,7 @@ class Exchange:
 
     def tell_dead(self, peer: Peer, name: ContextName, number: int) -> None:
         """A message of a peer was dropped here."""
-        self._send(peer.info.id, encode(Dead(*name, number)))
+        self.send(peer.info.id, encode(Dead(*name, number)))
 
     def on_done(self, peer: Peer, message: PassDone, frame: Frame) -> None:
         """Somebody whom we told of a pass is done with it."""
@@ -769,7 +409,8 @@ class Exchange:
 
     # ---------------------------------------------------------------------------- ends
 
-    def _local_end(self, side: Side, run: Run) -> None:
+    def end_part(self, side: Side, run: Run) -> None:
+        """Our part of a pass succeeded."""
         with side.lock:
             instructions = side.state.local_end() if side.run is run else []
             self._settle(side)
@@ -849,7 +490,7 @@ class Exchange:
             for outcome in outcomes:
                 outcome.finish(None, error)
             if opener_of(side.name.key) == rank:
-                self._end(side, error)
+                self.releases.end(side, error)
 
     # ------------------------------------------------------------------------- telling
 
@@ -865,17 +506,17 @@ class Exchange:
                     raise AssertionError("a pass begins that nobody runs")
                 start = start or self._encode_start(run)
                 # If it cannot be told, the pass cannot succeed.
-                if (error := self._send(to, start)) is not None:
+                if (error := self.send(to, start)) is not None:
                     self.fail(side, run, error)
             elif isinstance(instruction, TellDone):
-                self._send(to, encode(PassDone(*side.name, *instruction.pass_id)))
+                self.send(to, encode(PassDone(*side.name, *instruction.pass_id)))
             elif isinstance(instruction, TellAbort):
                 self._tell_abort(side.name, instruction.pass_id, to, instruction.cause)
             elif to == self.me:
                 self._on_answer(side, instruction.pass_id, instruction.message, NONE)
             else:
                 _, pass_id, number = instruction
-                self._send(to, encode(Gradient(*side.name, *pass_id, number)))
+                self.send(to, encode(Gradient(*side.name, *pass_id, number)))
 
     def _encode_start(self, run: Run) -> Outgoing:
         return encode(
@@ -892,189 +533,28 @@ class Exchange:
     def _tell_abort(
         self, name: ContextName, pass_id: PassId, to: int, cause: Any
     ) -> None:
-        self._send(to, encode(PassAbort(*name, *pass_id), cause))
+        self.send(to, encode(PassAbort(*name, *pass_id), cause))
 
-    def _send(self, rank: int, outgoing: Outgoing) -> GradwireError | None:
+    def send(
+        self, rank: int, outgoing: Outgoing, *, hold: bool = False
+    ) -> GradwireError | None:
         """Sends to a worker; returns why not. Whoever needs it is told by `peer_lost`."""
         try:
-            self.agent.send(self.agent.network.find(rank), outgoing)
+            self.agent.send(self.agent.network.find(rank), outgoing, hold=hold)
         except GradwireError as error:
             return error
         return None
 
-    # --------------------------------------------------------------------------- release
-
-    def release(self, side: Side) -> None:
-        """An explicit context of ours is left: it is over everywhere."""
-        if self.registry.drop(side.name) is None:
-            return
-        issued, live = self.registry.ended_so_far()
-        message = Release(side.name.incarnation, [side.name.key], issued, live)
-        self._spread_release(side, message, None)
-
-    def _spread_release(self, side: Side, message: Release, sender: int | None) -> None:
-        known = side.state.known - {sender}
-        self._end(side, ContextReleased(f"{side.label} was released while it was used"))
-        outgoing = encode(message)
-        for rank in known:
-            self._send(rank, outgoing)
-
-    def on_release(self, peer: Peer, message: Release, frame: Frame) -> None:
-        """Contexts are over; we tell those whom we know in them."""
-        for key in message.keys:
-            if message.issued >= 0:
-                self.registry.note_ended(
-                    opener_of(key), message.incarnation, message.issued, message.live
-                )
-            side = self.registry.drop(ContextName(key, message.incarnation))
-            if side is None:
-                continue
-            if side.is_implicit:
-                self._end(side, ContextReleased(f"{side.label} was dropped"))
-            else:
-                self._spread_release(side, message, peer.info.id)
-
-    def end_call(self, side: Side) -> None:
-        """The context of a call is over on this worker."""
-        self.registry.drop(side.name)
-        self._end(side, ContextReleased(f"{side.label} was dropped"))
-
-    def _end(self, side: Side, error: BaseException) -> None:
-        self.registry.drop(side.name)
-        if side.run is not None:
-            self.fail(side, side.run, error)
-        side.forget_graph()
-
-    def release_call(self, peer: int, name: ContextName) -> None:
-        """The caller of a call does not need it any more: the callee may drop it."""
-        self._send(peer, encode(Release(name.incarnation, [name.key])))
-
-    # ------------------------------------------------------------------------- leftovers
-
-    def lease(self, name: ContextName) -> Lease:
-        """A lease on the context of a call; see `Lease`."""
-        self.ensure_sweeper()
-        return Lease(self, name)
-
-    def ensure_sweeper(self) -> None:
-        """Starts the thread that does what finalisers may not do themselves."""
-        if self._sweeper is None:
-            with self._lock:
-                if self._sweeper is None and not self._is_closed:
-                    self._sweeper = threading.Thread(
-                        target=self._sweep,
-                        name=f"gradwire-{self.agent.info.name}-sweeper",
-                        daemon=True,
-                    )
-                    self._sweeper.start()
-
-    def _sweep(self) -> None:
-        while True:
-            item = self.leftovers.get()
-            if item is None:
-                return
-            if isinstance(item, ContextName):
-                time.sleep(_GATHER_S)
-            self._sweep_one(item)
-            self.sweep()
-
-    def sweep(self) -> None:
-        """Works off what finalisers left."""
-        by_peer: dict[int, list[int]] = {}
-        while not self.leftovers.empty():
-            item = self.leftovers.get()
-            if item is None:
-                self.leftovers.put(None)
-                break
-            self._sweep_one(item, by_peer)
-        incarnation = self.agent.network.incarnation
-        for rank, keys in by_peer.items():
-            self._send(rank, encode(Release(incarnation, keys)))
-
-    def _sweep_one(
-        self, item: Any, by_peer: dict[int, list[int]] | None = None
-    ) -> None:
-        try:
-            if not isinstance(item, ContextName):
-                item()
-                return
-            side = self.registry.drop(item)
-            if side is None:
-                return
-            known = set(side.state.known)
-            self._end(side, ContextReleased(f"{side.label} was dropped"))
-            for rank in known:
-                if by_peer is None:
-                    self.release_call(rank, item)
-                else:
-                    by_peer.setdefault(rank, []).append(item.key)
-        except Exception:
-            _log.exception("%s: an internal task failed", self.agent.info.name)
-
     def counts(self) -> dict[str, Any]:
         """What there is; see `gradwire.autograd.get_debug_info`."""
-        self.sweep()
+        self.leftovers.work_off()
         return self.registry.counts()
 
     def close(self) -> None:
-        """The agent ends: passes fail, contexts are dropped, the sweeper ends."""
-        with self._lock:
-            self._is_closed = True
-            sweeper = self._sweeper
+        """The agent ends: passes fail, contexts are dropped."""
         error = BackwardFailed(
             f"worker {self.agent.info.name!r} was shut down during a backward pass"
         )
         for side in self.registry.close():
-            if side.run is not None:
-                self.fail(side, side.run, error)
-            side.forget_graph()
-        self.leftovers.put(None)
-        if sweeper is not None and sweeper is not threading.current_thread():
-            sweeper.join(_CLOSE_S)
-
-
-class _PlainEnd:
-    """The end of a plain backward that started a pass: waits for the others.
-
-    The engine calls it when the backward has succeeded, and drops it in any case. If it
-    dies without having been called, the backward failed, and the others must know.
-    """
-
-    __slots__ = ("_exchange", "_is_called", "_run", "_side")
-
-    def __init__(self, exchange: Exchange, side: Side, run: Run) -> None:
-        exchange.ensure_sweeper()
-        self._exchange, self._side, self._run = exchange, side, run
-        self._is_called = False
-
-    def __call__(self) -> None:
-        self._is_called = True
-        exchange, side, run = self._exchange, self._side, self._run
-        try:
-            exchange._local_end(side, run)
-            exchange._wait_for_children(run)
-        except BaseException as error:
-            exchange.fail(side, run, error)
-            run.forget()
-            raise
-
-    def __del__(self) -> None:
-        if not self._is_called:
-            self._exchange.leftovers.put(self._abort)
-
-    def _abort(self) -> None:
-        error = BackwardFailed(
-            f"the backward that worker {self._exchange.agent.info.name!r} had started "
-            "failed there",
-            worker=self._exchange.agent.info.name,
-        )
-        self._exchange.fail(self._side, self._run, error)
-        self._run.forget()
-
-
-def _is_reached(recv: Received, task: int) -> bool:
-    """Whether the running backward executes a recv, now or later."""
-    node = recv.node()
-    if node is None or node.message.passed_over_in == task:
-        return False
-    return will_execute(node)
+            self.releases.end(side, error)
+        self.leftovers.close()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from gradwire.autograd._exchange import ReceivedMessage, SentMessage
+    from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 
 __all__ = ["apply_recv", "apply_send", "apply_start", "token_of"]
 

@@ -70,7 +70,7 @@ class Recorder(Interceptor):
             PassDone: exchange.on_done,
             PassAbort: exchange.on_abort,
             Dead: exchange.on_dead,
-            Release: exchange.on_release,
+            Release: exchange.releases.on_release,
         }
         self.requests = {
             PassStart: exchange.on_start,
@@ -140,7 +140,7 @@ class Recorder(Interceptor):
             side.calls.discard(note)
         if header is None:
             if side is not None and side.is_implicit:
-                exchange.end_call(side)  # nothing came back that could lead there
+                exchange.releases.end(side)  # nothing came back that could lead there
             return
         reply: ReplyHeader = decode_header(ReplyHeader, header)
         lease = None
@@ -152,7 +152,7 @@ class Recorder(Interceptor):
                 side = exchange.registry.add_call(
                     name, _call_label(label, self.agent.info.name), is_caller=True
                 )
-            lease = exchange.lease(name)
+            lease = exchange.releases.lease(name)
         if side is None or side.is_released:
             return  # the context was left meanwhile: plain values
         answers = side.record_recv(
@@ -173,7 +173,7 @@ class Recorder(Interceptor):
             name = ContextName(
                 key_of_call(self.exchange.me, call_id), self.agent.network.incarnation
             )
-            self.exchange.release_call(peer.info.id, name)
+            self.exchange.releases.tell_callee(peer.info.id, name)
         else:
             name = ContextName(reply.key, reply.incarnation)
             self.exchange.tell_dead(peer, name, reply.message)
@@ -259,7 +259,7 @@ class _CallNote(Note):
             return
         side.calls.discard(self)
         if side.is_implicit:
-            self._exchange.end_call(side)
+            self._exchange.releases.end(side)
         elif not was_sent and self._event >= 0:
             self._exchange.mark_dead(side, self._event)
 
@@ -335,7 +335,7 @@ class _CallScope(Scope):
         if self._is_implicit:
             # A call to oneself has one side; the caller's part of it ends it.
             if not side.holds_weakly:
-                self._exchange.end_call(side)
+                self._exchange.releases.end(side)
         elif self._event >= 0:
             self._exchange.mark_dead(side, self._event)
 

@@ -327,7 +327,7 @@ class Agent:
         Args:
             peer: Where it goes; there must have been a connection.
             outgoing: The message.
-            hold: More follows at once.
+            hold: More follows, mostly at once; it leaves before long in any case.
 
         Raises:
             PeerLostError: The peer is gone.
@@ -340,6 +340,8 @@ class Agent:
             link.send(outgoing.head, outgoing.buffers, hold=hold)
         except TransportError:
             raise self._lost_error(peer) from None
+        if hold:
+            self._monitor.call_by(time.monotonic() + LOOK_S)
 
     def run_soon(self, work: Callable[[], None]) -> None:
         """Runs something on a thread of the pool."""

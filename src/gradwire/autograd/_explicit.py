@@ -1,0 +1,76 @@
+"""Passes that `gradwire.autograd.backward` and `grad` start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gradwire.autograd._autocast import autocast_state
+from gradwire.autograd._averaged import refuse_averaged
+from gradwire.autograd._engine import Destination, leaves_of
+from gradwire.errors import BackwardTimeout
+
+if TYPE_CHECKING:
+    from gradwire.autograd._context import Side
+    from gradwire.autograd._exchange import Exchange
+
+__all__ = ["backward"]
+
+
+def backward(
+    exchange: Exchange,
+    side: Side,
+    roots: Sequence[Tensor],
+    seeds: Sequence[Tensor],
+    destination: Destination,
+    *,
+    retain: bool,
+    create_graph: bool,
+    inputs: Sequence[Any] = (),
+    timeout_s: float = 0.0,
+) -> list[tuple[Any, Tensor | None]]:
+    """Runs a pass over a whole context, from its begin to its end everywhere."""
+    limit = time.monotonic() + timeout_s if timeout_s else 0.0
+    _wait_for_calls(side, limit)
+    retain = retain or create_graph
+    if destination is Destination.INTO_DICTIONARY:
+        # As long as nothing has begun, the context stays as it is.
+        refuse_averaged(_leaves(side, roots), side.label)
+    with side.lock:
+        exchange.check_whole(side)
+        pass_, instructions = side.state.start(retain)
+        run, tail = exchange.begin(side, pass_, destination, retain, create_graph)
+        run.limit, run.autocast = limit, autocast_state()
+    try:
+        exchange.perform(side, run, instructions)
+        gradients = exchange.run_part(run, roots, seeds, tail, inputs)
+        del tail
+        exchange.end_part(side, run)
+        exchange.wait_for_children(run)
+    except BaseException as error:
+        exchange.fail(side, run, error)
+        run.forget()
+        raise
+    if destination is Destination.INTO_DICTIONARY:
+        exchange.keep(side, run, gradients)
+    return gradients
+
+
+def _leaves(side: Side, roots: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The leaves that a pass would reach here; only walks if it is asked."""
+    with side.lock:
+        tail = side.peek_tail()
+    yield from leaves_of([*roots, *tail])
+
+
+def _wait_for_calls(side: Side, limit: float) -> None:
+    for call in [note.call for note in list(side.calls)]:
+        left = max(0.0, limit - time.monotonic()) if limit else None
+        if call is not None and not call.wait(left):
+            raise BackwardTimeout(
+                f"backward() waited until its limit for a call of {call.target}, made "
+                f"in {side.label}, to return"
+            )

@@ -1,0 +1,84 @@
+"""What finalisers leave to do.
+
+A finaliser runs anywhere, also on a thread that holds a lock: it must neither send nor
+lock. It makes an entry here, and a thread of its own does the work soon after.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+__all__ = ["Leftovers"]
+
+_log = logging.getLogger("gradwire.autograd")
+
+_GATHER_S = 0.002  # entries are gathered for so long, to be worked off together
+_CLOSE_S = 5.0
+
+
+class Leftovers:
+    """A queue that any code may add to, and a thread that empties it.
+
+    Args:
+        worker: Name of the worker, for the thread's name.
+        work_off: Gets the entries, several at a time, on any thread.
+    """
+
+    def __init__(self, worker: str, work_off: Callable[[list[Any]], None]) -> None:
+        self._worker = worker
+        self._work_off = work_off
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        # Guards the start and the end of the thread.
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def put(self, entry: Any) -> None:
+        """Adds an entry; safe in finalisers."""
+        self._queue.put(entry)
+
+    def ensure_thread(self) -> None:
+        """To be called, outside finalisers, by whoever makes objects that will `put`."""
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._is_closed:
+                    self._thread = threading.Thread(
+                        target=self._run,
+                        name=f"gradwire-{self._worker}-leftovers",
+                        daemon=True,
+                    )
+                    self._thread.start()
+
+    def _run(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            time.sleep(_GATHER_S)
+            self.work_off(entry)
+
+    def work_off(self, *entries: Any) -> None:
+        """Works off what there is, now, on this thread."""
+        todo = list(entries)
+        try:
+            while (entry := self._queue.get_nowait()) is not None:
+                todo.append(entry)
+            self._queue.put(None)  # the end, which is for the thread
+        except Empty:
+            pass
+        try:
+            if todo:
+                self._work_off(todo)
+        except Exception:
+            _log.exception("%s: an internal task failed", self._worker)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        with self._lock:
+            self._is_closed = True
+            thread = self._thread
+        self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_CLOSE_S)

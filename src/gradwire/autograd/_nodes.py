@@ -1,0 +1,123 @@
+"""What the autograd nodes know of their messages: the engine comes in through here.
+
+They know their context by name, never the side itself: a node that the program keeps
+must not keep the side alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gradwire.autograd._passes import NONE
+from gradwire.autograd._plain import admit, gone
+from gradwire.autograd._torch_private import current_task
+from gradwire.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from gradwire.autograd._context import Lease, Side
+    from gradwire.autograd._exchange import Exchange
+
+__all__ = ["ReceivedMessage", "SentMessage"]
+
+
+class SentMessage:
+    """What a `Send` node knows: a message of ours whose gradients are waited for."""
+
+    __slots__ = ("_count", "_event", "_exchange", "_mark", "_name", "_peer")
+
+    def __init__(
+        self, exchange: Exchange, side: Side, event: int, peer: int, count: int
+    ) -> None:
+        self._exchange = exchange
+        self._name = side.name  # never the side itself: nodes must not keep it alive
+        self._mark = side.mark
+        self._event = event
+        self._peer = peer
+        self._count = count
+
+    def await_gradients(self) -> Sequence[Tensor | None]:
+        """Called by the engine. Outside of a pass of ours nobody will answer."""
+        exchange = self._exchange
+        side = exchange.registry.find(self._name)
+        run = side.run if side is not None else None
+        if side is None or run is None or not exchange.is_part_of(run):
+            return [None] * self._count
+        answer = exchange.await_answer(side, run, self._event, self._peer)
+        if answer is NONE:
+            return [None] * self._count
+        if len(answer.present) != self._count:
+            raise RemoteProtocolError(
+                f"{len(answer.present)} gradients arrived for {self._count} tensors"
+            )
+        if answer.history >= 0:  # the gradients themselves arrive differentiably
+            exchange.perform(
+                side,
+                run,
+                side.record_recv(
+                    self._peer, answer.history, answer.after, answer.tracked
+                ),
+            )
+        gradients = iter(answer.gradients)
+        return [next(gradients) if there else None for there in answer.present]
+
+
+class ReceivedMessage:
+    """What a `Recv` node knows: a message of a peer that waits for its gradients."""
+
+    __slots__ = (
+        "_exchange",
+        "_mark",
+        "_name",
+        "event",
+        "is_request",
+        "label",
+        "lease",
+        "made_in_backward",
+        "number",
+        "passed_over_in",
+        "peer",
+    )
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        side: Side,
+        event: int,
+        peer: int,
+        number: int,
+        lease: Lease | None,
+        is_request: bool,
+        made_in_backward: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._name = side.name
+        self._mark = side.mark
+        self.label = side.label
+        self.event = event
+        self.peer = peer
+        self.number = number
+        self.lease = lease
+        self.is_request = is_request
+        self.made_in_backward = made_in_backward
+        self.passed_over_in: int | None = None
+
+    def ship(self, gradients: Sequence[Tensor | None]) -> None:
+        """Called by the engine, once per backward."""
+        exchange = self._exchange
+        side = exchange.registry.find(self._name)
+        has_gradient = any(g is not None for g in gradients)
+        if side is None:
+            if has_gradient:
+                raise gone(exchange, self._name, self)
+            return
+        run, instructions = admit(exchange, side, self, has_gradient)
+        if run is None:
+            self.passed_over_in = current_task()
+            return
+        try:
+            exchange.ship(side, run, self, gradients, instructions)
+        finally:
+            exchange.perform(side, run, instructions)

@@ -1,0 +1,96 @@
+"""The end of contexts: explicit ones are left, those of calls die with their graph.
+
+An explicit release floods: everybody who took part tells those whom it knows in the
+context. The context of a call has two members, and only the caller can end it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradwire.autograd._context import ContextName, Lease, Side
+from gradwire.autograd._leftovers import Leftovers
+from gradwire.autograd._messages import Release, opener_of
+from gradwire.errors import ContextReleased
+from gradwire.rpc.extension import Peer
+from gradwire.transport import Frame
+from gradwire.wire import encode
+
+if TYPE_CHECKING:
+    from gradwire.autograd._exchange import Exchange
+
+__all__ = ["Releases"]
+
+
+class Releases:
+    """How contexts end on one worker."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._registry = exchange.registry
+        self.leftovers = Leftovers(exchange.agent.info.name, self._work_off)
+
+    # ---------------------------------------------------------------------- explicit
+
+    def release(self, side: Side) -> None:
+        """An explicit context of ours is left: it is over everywhere."""
+        if self._registry.drop(side.name) is not None:
+            key, incarnation = side.name
+            issued, live = self._registry.ended_so_far()
+            self._spread(side, Release(incarnation, [key], issued, live), None)
+
+    def on_release(self, peer: Peer, message: Release, frame: Frame) -> None:
+        """Contexts are over; we tell those whom we know in them."""
+        for key in message.keys:
+            if message.issued >= 0:
+                self._registry.note_ended(
+                    opener_of(key), message.incarnation, message.issued, message.live
+                )
+            side = self._registry.drop(ContextName(key, message.incarnation))
+            if side is not None and side.is_implicit:
+                self.end(side)
+            elif side is not None:
+                self._spread(side, message, peer.info.id)
+
+    def _spread(self, side: Side, message: Release, sender: int | None) -> None:
+        with side.lock:
+            known = side.state.known - {sender}
+        self.end(side)
+        outgoing = encode(message)
+        for rank in known:
+            self._exchange.send(rank, outgoing)
+
+    # ------------------------------------------------------------------------- calls
+
+    def lease(self, name: ContextName) -> Lease:
+        """A lease on the context of a call; see `Lease`."""
+        self.leftovers.ensure_thread()
+        return Lease(self.leftovers, name)
+
+    def tell_callee(self, peer: int, name: ContextName) -> None:
+        """The caller of a call does not need it any more: the callee may drop it."""
+        self._exchange.send(peer, encode(Release(name.incarnation, [name.key])))
+
+    def _work_off(self, entries: list[Any]) -> None:
+        """Ends what `Lease`s and failed backwards left."""
+        by_peer: dict[int, list[int]] = {}
+        for entry in entries:
+            if not isinstance(entry, ContextName):
+                entry()
+            elif (side := self._registry.drop(entry)) is not None:
+                for rank in side.state.known:
+                    by_peer.setdefault(rank, []).append(entry.key)
+                self.end(side)
+        incarnation = self._exchange.agent.network.incarnation
+        for rank, keys in by_peer.items():
+            self._exchange.send(rank, encode(Release(incarnation, keys)))
+
+    # -------------------------------------------------------------------------- here
+
+    def end(self, side: Side, error: BaseException | None = None) -> None:
+        """A context is over on this worker: its pass fails, its graph is dropped."""
+        self._registry.drop(side.name)
+        if (run := side.run) is not None:
+            why = ContextReleased(f"{side.label} was released while a backward ran")
+            self._exchange.fail(side, run, error or why)
+        side.forget_graph()

@@ -1,0 +1,78 @@
+"""A pass at work on this worker, and the answers that it waits for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from gradwire.autograd._engine import Destination
+from gradwire.autograd._passes import Pass
+from gradwire.rpc.extension import Outcome
+
+if TYPE_CHECKING:
+    from gradwire.autograd._context import Received, Side
+
+__all__ = ["Answer", "Run"]
+
+
+class Answer(NamedTuple):
+    """The gradients of one message, with the history that they may have themselves."""
+
+    present: tuple[bool, ...]
+    gradients: tuple[Tensor, ...]
+    tracked: list[Tensor]
+    history: int
+    after: tuple[int, int] | None
+
+
+class Run:
+    """A pass at work on this worker. Its side's lock guards it."""
+
+    __slots__ = (
+        "autocast",
+        "children",
+        "create_graph",
+        "destination",
+        "failure",
+        "limit",
+        "pass_",
+        "recvs",
+        "retain",
+        "side",
+        "task",
+        "thread",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        side: Side,
+        pass_: Pass,
+        destination: Destination,
+        retain: bool,
+        create_graph: bool,
+        recvs: list[Received],
+    ) -> None:
+        self.side = side
+        self.pass_ = pass_
+        self.destination = destination
+        self.retain = retain
+        self.create_graph = create_graph
+        self.recvs = recvs
+        self.task: int | None = None  # the engine's number for our part
+        self.thread = 0  # where our part runs, if it begins with tokens only
+        self.autocast: list[tuple[str, str]] | None = None
+        self.limit = 0.0  # when the starter gives up, 0: never
+        self.failure: BaseException | None = None
+        self.waiting: dict[int, Outcome] = {}  # sends that the engine waits in
+        self.children = {rank: Outcome() for rank in pass_.told}
+
+    def forget(self) -> None:
+        """The pass failed, and the error is about to be raised to the program.
+
+        The error's traceback knows this run; if the run also knew the error, both would
+        live until the cyclic collector comes, and the graph with them.
+        """
+        self.failure = None
+        self.children, self.waiting = {}, {}
