@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._functions import apply_recv, apply_send, token_of
-from gradwire.autograd._messages import is_implicit
+from gradwire.autograd._messages import PassMark, is_implicit
 from gradwire.autograd._nodes import ReceivedMessage, SentMessage
-from gradwire.autograd._passes import ContextState, PassId, TellNone
+from gradwire.autograd._passes import ContextState, TellNone
 from gradwire.autograd._torch_private import recording
 
 if TYPE_CHECKING:
@@ -105,12 +105,13 @@ class Side:
         self.gradients: dict[Tensor, Tensor] = {}
         self.calls: set[Note] = set()  # of ours, in flight
         self.run: Run | None = None
+        self.failed: Run | None = None  # a pass that is over, but not for the engine
 
     # ---------------------------------------------------------------------- recording
 
     def record_send(
         self, peer: int, tensors: list[Tensor]
-    ) -> tuple[int, PassId | None]:
+    ) -> tuple[int, PassMark | None]:
         """A message leaves; returns its number, and the last pass that had begun."""
         with self.lock:
             self.state.meet(peer)
@@ -119,13 +120,14 @@ class Side:
             with recording():
                 self._tail.append(apply_send(message, *tensors))
             self.num_sends += 1
-            return event, self.state.latest_begun
+            begun = self.state.begun
+            return event, None if begun is None else (*begun[0], *begun[1])
 
     def record_recv(
         self,
         peer: int,
         number: int,
-        after: tuple[int, int] | None,
+        after: PassMark | None,
         tensors: list[Tensor],
         *,
         lease: Lease | None = None,
@@ -135,8 +137,9 @@ class Side:
         """A message arrived: gives its tensors their history. Returns what to answer."""
         with self.lock:
             self.state.meet(peer)
-            since = None if after is None else PassId(*after)
-            event, answers = self.state.record_recv(peer, number, since)
+            event, is_stale, answers = self.state.record_recv(
+                peer, number, -1 if after is None else after[1]
+            )
             message = ReceivedMessage(
                 self._exchange,
                 self,
@@ -146,6 +149,7 @@ class Side:
                 lease,
                 is_request,
                 made_in_backward,
+                is_stale,
             )
             with recording():
                 *_, token = apply_recv(

@@ -23,6 +23,7 @@ from gradwire.autograd._messages import (
     GradientAndStart,
     PassAbort,
     PassDone,
+    PassMark,
     PassStart,
     is_implicit,
     opener_of,
@@ -34,6 +35,7 @@ from gradwire.autograd._passes import (
     Instruction,
     Pass,
     PassId,
+    PassKind,
     TellAbort,
     TellDone,
     TellNone,
@@ -70,6 +72,8 @@ from gradwire.wire import (
 
 __all__ = ["Exchange"]
 
+_TORCH_CONSUMED = "Trying to backward through the graph a second time"
+
 
 class Exchange:
     """A worker's part in passes."""
@@ -86,18 +90,10 @@ class Exchange:
 
     # ------------------------------------------------------------------ running a part
 
-    def begin(
-        self,
-        side: Side,
-        pass_: Pass,
-        destination: Destination,
-        retain: bool,
-        create_graph: bool,
-    ) -> tuple[Run, list[Tensor]]:
+    def begin(self, side: Side, pass_: Pass) -> tuple[Run, list[Tensor]]:
         """Takes the chain for a pass; the caller holds the side's lock."""
-        tail, recvs = side.take_tail(retain)
-        run = Run(side, pass_, destination, retain, create_graph, recvs)
-        side.run = run
+        tail, recvs = side.take_tail(pass_.kind.retain)
+        run = side.run = Run(side, pass_, recvs)
         return run, tail
 
     def run_part(
@@ -125,12 +121,30 @@ class Exchange:
                 create_graph=run.create_graph,
                 inputs=inputs,
             )
+        except RuntimeError as error:
+            if not str(error).startswith(_TORCH_CONSUMED):
+                raise
+            # Torch met what an earlier pass had freed before we did.
+            raise consumed(self, run.side.label) from error
         finally:
             if run.task is not None:
                 self.tasks.pop(run.task, None)
 
-    def is_part_of(self, run: Run) -> bool:
-        """Whether the node that the engine executes here is executed for a pass.
+    def run_here(self, side: Side) -> Run | None:
+        """The pass that the engine is executing a node of this context for.
+
+        Raises:
+            Exception: What made it fail elsewhere: the engine need not go on.
+        """
+        for run in (side.run, side.failed):
+            if run is not None and self._is_part_of(run):
+                if run.failure is not None:
+                    raise run.failure
+                return run
+        return None
+
+    def _is_part_of(self, run: Run) -> bool:
+        """Whether the backward that runs on this thread is a pass's.
 
         In a part that began with tokens only, the first node is a wire node: there is
         no code of the user's before it, so whatever backward it is in, is the pass's.
@@ -163,8 +177,7 @@ class Exchange:
                 f"for worker {peer.info.name!r} (rank {rank})",
                 worker=peer.info.name,
             )
-        answer, error = outcome.value, outcome.error
-        del outcome
+        answer, error, outcome.error = outcome.value, outcome.error, None
         if error is not None:
             try:
                 raise error
@@ -202,30 +215,34 @@ class Exchange:
             cause = self.describe(self._no_side(name))
             self._tell_abort(name, pass_id, peer.info.id, cause)
             return
+        kind = PassKind(message.destination, message.retain, message.create_graph)
         with side.lock:
-            pass_, instructions = side.state.on_start(
-                pass_id, peer.info.id, message.retain
-            )
+            pass_, instructions = side.state.on_start(pass_id, peer.info.id, kind)
             run: Run | None = None
-            tail: list[Tensor] = []
+            roots: list[Tensor] = []
             if pass_ is not None:
-                run, tail = self.begin(
-                    side,
-                    pass_,
-                    Destination(message.destination),
-                    message.retain,
-                    message.create_graph,
-                )
+                run, roots = self.begin(side, pass_)
                 run.autocast = message.autocast
-                instructions += [
-                    TellNone(recv.peer, pass_id, recv.number)
-                    for recv in run.recvs
-                    if recv.node() is None  # on a side that holds weakly
-                ]
         self.perform(side, run, instructions)
         if run is not None:
-            roots, tail = tail, []
             contextvars.copy_context().run(self._join, side, run, roots)
+
+    def catch_up(self, side: Side, mark: PassMark | None) -> None:
+        """A message arrived whose sender had begun a pass: we begin it too, before."""
+        if mark is None or mark[1] <= side.state.latest.get(mark[0], -1):
+            return
+        with side.lock:
+            pass_, instructions = side.state.catch_up(
+                PassId(*mark[:2]), PassKind(*mark[2:])
+            )
+            if pass_ is None:
+                return
+            run, roots = self.begin(side, pass_)
+        self.perform(side, run, instructions)
+        if roots:
+            self.agent.run_soon(lambda: self._join(side, run, roots))
+        else:
+            self.end_part(side, run)
 
     def _no_side(self, name: ContextName) -> GradwireError:
         if is_implicit(name.key):
@@ -235,16 +252,22 @@ class Exchange:
     def _join(self, side: Side, run: Run, tail: list[Tensor]) -> None:
         serving_agent.set(self.agent)
         autocast = run.autocast
+        # On a side that holds weakly, recvs may be gone: nobody else answers for them.
+        gone = [recv for recv in run.recvs if recv.node() is None]
+        answers = [TellNone(r.peer, run.pass_.id, r.number) for r in gone]
+        self.perform(side, run, answers)
         try:
             with apply_autocast(autocast) if autocast else contextlib.nullcontext():
                 gradients = self.run_part(run, (), (), tail)
             tail.clear()
             if run.failure is not None:
+                self.end_failed(side, run)
                 return
             if run.destination is Destination.INTO_DICTIONARY:
                 self.keep(side, run, gradients)
         except BaseException as error:
             self.fail(side, run, error)
+            self.end_failed(side, run)
             error.__traceback__ = None  # it holds the frames of backward functions
         else:
             self.end_part(side, run)
@@ -279,7 +302,8 @@ class Exchange:
         values = tuple(g for g in gradients if g is not None)
         pass_id, name = run.pass_.id, side.name
         tracked: list[Tensor] = []
-        history, after = -1, None
+        history = -1
+        after: PassMark | None = None
         if run.create_graph:
             tracked = list({id(g): g for g in values if g.requires_grad}.values())
             if tracked:
@@ -290,17 +314,14 @@ class Exchange:
             own = {id(g): g.detach() for g in values}
             values = tuple(own[id(g)] for g in values)
             copies = [own[id(g)] for g in tracked]
-            self._on_answer(
-                side,
-                pass_id,
-                message.number,
-                Answer(present, values, copies, history, after) if present else NONE,
-            )
+            answer = Answer(present, values, copies, history, after)
+            number = message.number
+            self._on_answer(side, pass_id, number, answer if present else NONE, self.me)
             return
         out: Gradient | GradientAndStart
-        start = TellStart(message.peer)
-        if start in instructions:
-            instructions.remove(start)
+        is_start = TellStart(message.peer) in instructions
+        if is_start:
+            instructions.remove(TellStart(message.peer))
             out = GradientAndStart(
                 *name,
                 *pass_id,
@@ -330,7 +351,10 @@ class Exchange:
             outgoing = encode(out, values)
         # The caller of a call waits for these and for our end, which mostly comes at
         # once: they leave together. (What is held back leaves before long in any case.)
-        self.send(message.peer, outgoing, hold=side.is_implicit and message.is_request)
+        hold = side.is_implicit and message.is_request
+        error = self.send(message.peer, outgoing, hold=hold)
+        if error is not None and is_start:
+            self.fail(side, run, error)
 
     # ------------------------------------------------------------------------ messages
 
@@ -351,17 +375,22 @@ class Exchange:
                 message.present, values, tracked, message.history, message.after
             )
         pass_id = PassId(message.starter, message.number)
-        self._on_answer(side, pass_id, message.message, answer)
+        self._on_answer(side, pass_id, message.message, answer, peer.info.id)
 
-    def _on_answer(self, side: Side, pass_id: PassId, number: int, answer: Any) -> None:
+    def _on_answer(
+        self, side: Side, pass_id: PassId, number: int, answer: Any, sender: int
+    ) -> None:
         with side.lock:
-            if not side.state.on_answer(pass_id, number, answer) or side.run is None:
-                return
-            outcome = side.run.waiting.pop(number, None)
-            if outcome is None:
-                return
-            answer = side.state.take_answer(number)
-        outcome.finish(answer, None)
+            is_wanted = side.state.on_answer(pass_id, number, answer)
+            outcome = None
+            if is_wanted and side.run is not None:
+                outcome = side.run.waiting.pop(number, None)
+                if outcome is not None:
+                    answer = side.state.take_answer(number)
+        if outcome is not None:
+            outcome.finish(answer, None)
+        elif is_wanted is None and answer is not NONE and answer.history >= 0:
+            self.send(sender, encode(Dead(*side.name, answer.history)))
 
     def on_dead(self, peer: Peer, message: Dead, frame: Frame) -> None:
         """A message of ours was dropped on its way."""
@@ -425,12 +454,23 @@ class Exchange:
     def _after_end(
         self, side: Side, run: Run | None, instructions: list[Instruction]
     ) -> None:
-        is_over = run is not None and side.run is not run and not run.retain
-        # A call's context is used up by a pass that does not retain it.
-        if is_over and side.is_implicit and not side.is_busy():
+        if run is not None and run is not side.run and run is not side.failed:
+            self._drop_if_used_up(side, run)
+        self.perform(side, run, instructions)
+
+    def _drop_if_used_up(self, side: Side, run: Run) -> None:
+        """A call's context is used up by a pass that does not retain it."""
+        if side.is_implicit and not run.retain and not side.is_busy():
             self.registry.drop(side.name)
             side.forget_graph()
-        self.perform(side, run, instructions)
+
+    def end_failed(self, side: Side, run: Run) -> None:
+        """Our part of a failed pass has ended too: nobody looks for the error here."""
+        with side.lock:
+            if side.failed is run:
+                side.failed = None
+        run.forget()
+        self._drop_if_used_up(side, run)
 
     def describe(self, error: BaseException) -> Any:
         """What others are told of an error; kept instead of it, which keeps its frames."""
@@ -467,6 +507,8 @@ class Exchange:
 
     def _break(self, run: Run, error: BaseException) -> list[Outcome]:
         run.failure = run.failure or error
+        if run.pass_.is_running:
+            run.side.failed = run
         outcomes = [*run.waiting.values(), *run.children.values()]
         run.waiting.clear()
         return outcomes
@@ -513,7 +555,8 @@ class Exchange:
             elif isinstance(instruction, TellAbort):
                 self._tell_abort(side.name, instruction.pass_id, to, instruction.cause)
             elif to == self.me:
-                self._on_answer(side, instruction.pass_id, instruction.message, NONE)
+                _, pass_id, number = instruction
+                self._on_answer(side, pass_id, number, NONE, to)
             else:
                 _, pass_id, number = instruction
                 self.send(to, encode(Gradient(*side.name, *pass_id, number)))

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradwire.autograd._autocast import autocast_state
 from gradwire.autograd._averaged import refuse_averaged
 from gradwire.autograd._engine import Destination, leaves_of
+from gradwire.autograd._passes import PassKind
 from gradwire.errors import BackwardTimeout
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ def backward(
         refuse_averaged(_leaves(side, roots), side.label)
     with side.lock:
         exchange.check_whole(side)
-        pass_, instructions = side.state.start(retain)
-        run, tail = exchange.begin(side, pass_, destination, retain, create_graph)
+        pass_, instructions = side.state.start(
+            PassKind(destination, retain, create_graph)
+        )
+        run, tail = exchange.begin(side, pass_)
         run.limit, run.autocast = limit, autocast_state()
     try:
         exchange.perform(side, run, instructions)
@@ -52,7 +55,7 @@ def backward(
         exchange.wait_for_children(run)
     except BaseException as error:
         exchange.fail(side, run, error)
-        run.forget()
+        exchange.end_failed(side, run)
         raise
     if destination is Destination.INTO_DICTIONARY:
         exchange.keep(side, run, gradients)

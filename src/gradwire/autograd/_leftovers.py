@@ -55,24 +55,30 @@ class Leftovers:
                     self._thread.start()
 
     def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
+        while True:
+            # In a list that is emptied: an entry may be all that keeps a graph alive.
+            entries = [self._queue.get()]
+            if entries[0] is None:
+                return
             time.sleep(_GATHER_S)
-            self.work_off(entry)
+            self.work_off(entries)
 
-    def work_off(self, *entries: Any) -> None:
+    def work_off(self, entries: list[Any] | None = None) -> None:
         """Works off what there is, now, on this thread."""
-        todo = list(entries)
+        entries = [] if entries is None else entries
         try:
             while (entry := self._queue.get_nowait()) is not None:
-                todo.append(entry)
+                entries.append(entry)
             self._queue.put(None)  # the end, which is for the thread
         except Empty:
-            pass
+            entry = None
         try:
-            if todo:
-                self._work_off(todo)
+            if entries:
+                self._work_off(entries)
         except Exception:
             _log.exception("%s: an internal task failed", self._worker)
+        finally:
+            entries.clear()
 
     def close(self) -> None:
         """Ends the thread."""

@@ -8,7 +8,7 @@ negative. The incarnation is the opener's: it tells one life of a worker from th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -24,6 +24,7 @@ __all__ = [
     "GradientAndStart",
     "PassAbort",
     "PassDone",
+    "PassMark",
     "PassStart",
     "Release",
     "ReplyHeader",
@@ -65,6 +66,9 @@ def counter_of(key: int) -> int:
     return (~key if key < 0 else key) & MAX_COUNTER
 
 
+PassMark: TypeAlias = tuple[int, int, int, bool, bool]
+"""A pass: starter, number, destination, retain, create_graph."""
+
 MESSAGE_HAS_HISTORY = 1
 """The message has tensors whose history goes on at the sender: it waits for gradients."""
 NOT_RECORDED = 2
@@ -81,7 +85,7 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
         key: The context, None if the call is one by itself.
         incarnation: Of the context's opener.
         message: Number of the message at the sender.
-        after: Starter and number of the last pass that had begun at the sender.
+        after: The last pass that had begun at the sender.
         autocast: See `gradwire.autograd._autocast`.
     """
 
@@ -89,7 +93,7 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
     key: int | None = None
     incarnation: int = 0
     message: int = 0
-    after: tuple[int, int] | None = None
+    after: PassMark | None = None
     autocast: list[tuple[str, str]] | None = None
 
 
@@ -97,7 +101,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, gc=False):
     """Header of a reply whose tensors have a history at the sender."""
 
     message: int
-    after: tuple[int, int] | None = None
+    after: PassMark | None = None
     key: int | None = None
     incarnation: int = 0
 
@@ -145,7 +149,7 @@ class Gradient(Message, array_like=True, gc=False):
     message: int
     present: tuple[bool, ...] = ()
     history: int = -1
-    after: tuple[int, int] | None = None
+    after: PassMark | None = None
     body: Body | None = None
 
 
@@ -159,7 +163,7 @@ class GradientAndStart(Message, array_like=True, gc=False):
     message: int
     present: tuple[bool, ...]
     history: int
-    after: tuple[int, int] | None
+    after: PassMark | None
     destination: int
     retain: bool
     create_graph: bool

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gradwire.autograd._passes import NONE
-from gradwire.autograd._plain import admit, gone
+from gradwire.autograd._plain import admit, consumed, gone
 from gradwire.autograd._torch_private import current_task
 from gradwire.errors import RemoteProtocolError
 
@@ -42,8 +42,8 @@ class SentMessage:
         """Called by the engine. Outside of a pass of ours nobody will answer."""
         exchange = self._exchange
         side = exchange.registry.find(self._name)
-        run = side.run if side is not None else None
-        if side is None or run is None or not exchange.is_part_of(run):
+        run = exchange.run_here(side) if side is not None else None
+        if side is None or run is None:
             return [None] * self._count
         answer = exchange.await_answer(side, run, self._event, self._peer)
         if answer is NONE:
@@ -73,6 +73,7 @@ class ReceivedMessage:
         "_name",
         "event",
         "is_request",
+        "is_stale",
         "label",
         "lease",
         "made_in_backward",
@@ -91,6 +92,7 @@ class ReceivedMessage:
         lease: Lease | None,
         is_request: bool,
         made_in_backward: bool,
+        is_stale: bool,
     ) -> None:
         self._exchange = exchange
         self._name = side.name
@@ -102,6 +104,7 @@ class ReceivedMessage:
         self.lease = lease
         self.is_request = is_request
         self.made_in_backward = made_in_backward
+        self.is_stale = is_stale  # it came late: what it belongs to was consumed
         self.passed_over_in: int | None = None
 
     def ship(self, gradients: Sequence[Tensor | None]) -> None:
@@ -113,6 +116,8 @@ class ReceivedMessage:
             if has_gradient:
                 raise gone(exchange, self._name, self)
             return
+        if has_gradient and self.is_stale:
+            raise consumed(exchange, self.label)
         run, instructions = admit(exchange, side, self, has_gradient)
         if run is None:
             self.passed_over_in = current_task()

@@ -5,18 +5,26 @@ recv on the other. Each worker numbers its own events; a message is known by the
 of its send. A pass *covers* the events that were recorded on a worker before the pass
 began there, and no others.
 
-*Answers.* In a pass, each send that it covers gets exactly one answer: gradients or
-"none". It comes from the recv's node, or, if the recv was recorded after the pass had
-begun there, at once, from `ContextState.record_recv`. A message that was dropped on its
-way is dead, which answers it in all passes.
+*One cut.* Every message says which pass had last begun at its sender, and whoever
+receives it begins that pass first, if it has not: so a pass that covers a recv covers
+its send. The other way round it may not: the message was under way. Such a *straggler*
+is answered at once, and if the pass consumed the graph, it is stale: its send is gone.
 
-*The echo.* A worker that hears of a pass for the first time tells all whom it knows in
-the context, except for the one it heard it from, its parent. When its own part is over
-and all whom it told are done, it tells its parent; if it has none, it is the starter,
-and the pass is over. Somebody who hears of it again is done with it, for that edge.
+*Answers.* In a pass, each send that it covers gets exactly one answer: gradients or
+"none". It comes from the recv's node, or, for a straggler, from `record_recv`. A message
+that was dropped on its way is dead, which answers it in all passes.
+
+*The echo.* A worker that is told of a pass tells all whom it knows in the context,
+except for the one who told it, its parent. When its own part is over and all whom it
+told are done, it tells its parent; the starter has none, for it the pass is over.
+Somebody who is told again is done with it, for that edge. One who began because of a
+message gets its parent when it is told.
 
 *Failure.* Whoever fails tells its parent and all whom it told. A pass that meets another
-one in the same context is refused there, which is a failure of the newcomer.
+one in the same context is refused there, which is a failure of the newcomer. A failed
+pass that consumed the graph, or recorded new events, did so on some workers only: the
+context cannot be used any more. Passes are numbered through the context, so that of two
+it is known which one came later.
 
 Methods take what happened and return what to tell to whom. Everything may come twice,
 and messages of different workers in any order.
@@ -37,6 +45,7 @@ __all__ = [
     "Instruction",
     "Pass",
     "PassId",
+    "PassKind",
     "TellAbort",
     "TellDone",
     "TellNone",
@@ -50,10 +59,23 @@ WAIT: Final = "wait"
 
 
 class PassId(NamedTuple):
-    """Who started a pass, and the how-manieth of this starter in this context it is."""
+    """Who started a pass, and its number in the context."""
 
     starter: int
     number: int
+
+
+class PassKind(NamedTuple):
+    """What everybody must know of a pass to run its part."""
+
+    destination: int
+    retain: bool
+    create_graph: bool
+
+    @property
+    def leaves_traces(self) -> bool:
+        """Whether a worker that began it differs afterwards from one that did not."""
+        return not self.retain or self.create_graph
 
 
 @dataclass(slots=True)
@@ -61,20 +83,23 @@ class Pass:
     """A pass as one worker sees it, from its begin to its end here.
 
     Attributes:
-        parent: Who told us; None if we started it.
+        parent: Who told us; ourselves if we started it; None if nobody has, yet.
         first: Number of the first event that it covers.
         end: Number of the first event after those.
         told: Those whom we told and who are not done.
         is_running: Our own part is not over.
+        before: The pass that had begun last before it.
     """
 
     id: PassId
+    kind: PassKind
     parent: int | None
     first: int
     end: int
     told: set[int] = field(default_factory=set)
     everybody_told: frozenset[int] = frozenset()
     is_running: bool = True
+    before: tuple[PassId, PassKind] | None = None
 
     def covers(self, event: int) -> bool:
         """Whether an event belongs to this pass."""
@@ -121,15 +146,30 @@ class ContextState:
         describe: Makes of an error what others are told, and what is kept.
 
     Attributes:
-        me: Our rank.
         known: The workers that we exchanged messages with in this context.
         events: How many events were recorded here.
         first: The first event of the present chain; those before it were consumed.
         current: The pass that is on here.
         latest: The last pass of each starter that has begun here (or was refused).
-        latest_begun: The last pass that has begun here.
-        broken: Why no pass can succeed any more: a worker of the context was lost.
+        begun: The last pass that has begun here and did not fail, and its kind.
+        broken: Why no pass can succeed any more.
     """
+
+    __slots__ = (
+        "_aborted",
+        "_answers",
+        "_consumed_by",
+        "_dead",
+        "_describe",
+        "begun",
+        "broken",
+        "current",
+        "events",
+        "first",
+        "known",
+        "latest",
+        "me",
+    )
 
     def __init__(
         self, me: int, describe: Callable[[BackwardFailed], Any] = lambda error: error
@@ -141,8 +181,9 @@ class ContextState:
         self.first = 0
         self.current: Pass | None = None
         self.latest: dict[int, int] = {}
-        self.latest_begun: PassId | None = None
+        self.begun: tuple[PassId, PassKind] | None = None
         self.broken: Any = None
+        self._consumed_by = -1  # number of the last pass that consumed the graph
         self._aborted: dict[PassId, Any] = {}
         self._answers: dict[PassId, dict[int, Any]] = {}
         self._dead: set[int] = set()
@@ -160,33 +201,49 @@ class ContextState:
         self.events += 1
         return event
 
+    def catch_up(
+        self, pass_id: PassId, kind: PassKind
+    ) -> tuple[Pass | None, list[Instruction]]:
+        """A message arrived whose sender had begun a pass; returns it if we begin now."""
+        is_known = pass_id.number <= self.latest.get(pass_id.starter, -1)
+        if is_known or self.current is not None or self.broken is not None:
+            return None, []
+        return self._begin(pass_id, kind, None)
+
     def record_recv(
-        self, sender: int, message: int, after: PassId | None
-    ) -> tuple[int, list[TellNone]]:
-        """A message with a history arrived; returns the number of the event.
+        self, sender: int, message: int, after: int
+    ) -> tuple[int, bool, list[TellNone]]:
+        """A message with a history arrived; call `catch_up` before.
 
         Args:
             sender: Who sent it.
             message: Its number there.
-            after: The last pass that had begun there: it does not cover the message.
+            after: Number of the last pass that had begun there, -1 for none: it does not
+                cover the message, but all later ones will.
+
+        Returns:
+            The number of the event; whether its send is consumed; what to answer.
         """
         event = self.events
         self.events += 1
+        if not self.latest:
+            return event, False, []
         answers = [
             TellNone(sender, PassId(starter, number), message)
             for starter, number in self.latest.items()
-            if (starter, number) != after
+            if number > after
         ]
-        return event, answers
+        return event, self._consumed_by > after, answers
 
-    def mark_dead(self, message: int) -> bool:
-        """A message of ours was dropped on its way; True if that answers the pass."""
-        self._dead.add(message)
-        return self.current is not None and self.current.covers(message)
+    def mark_dead(self, message: int) -> None:
+        """A message of ours was dropped on its way, and will never be answered."""
+        current = self.current
+        if message >= self.first or (current is not None and current.covers(message)):
+            self._dead.add(message)
 
     # ------------------------------------------------------------------------- begin
 
-    def start(self, retain: bool) -> tuple[Pass, list[Instruction]]:
+    def start(self, kind: PassKind) -> tuple[Pass, list[Instruction]]:
         """We start a pass.
 
         Raises:
@@ -194,60 +251,82 @@ class ContextState:
         """
         if self.current is not None:
             raise _busy(self.current.id, self.me)
-        number = self.latest.get(self.me, -1) + 1
-        return self._begin(PassId(self.me, number), None, retain)
+        number = max(self.latest.values(), default=-1) + 1
+        return self._begin(PassId(self.me, number), kind, self.me)
 
     def on_start(
-        self, pass_id: PassId, sender: int, retain: bool
+        self, pass_id: PassId, sender: int, kind: PassKind
     ) -> tuple[Pass | None, list[Instruction]]:
         """A worker tells us of a pass; returns it if our part is to begin."""
         self.meet(sender)
         current = self.current
         if current is not None and current.id == pass_id:
-            if sender == current.parent:
-                return None, []  # the same message again
-            return None, [TellDone(sender, pass_id)]
-        if pass_id.number <= self.latest.get(pass_id.starter, -1):
-            if (cause := self._aborted.get(pass_id)) is not None:
-                return None, [TellAbort(sender, pass_id, cause)]
-            return None, [TellDone(sender, pass_id)]
+            if current.parent is None:
+                current.parent = sender
+            elif sender != current.parent:  # else it is the same message again
+                return None, [TellDone(sender, pass_id)]
+            return None, []
+        latest = self.latest.get(pass_id.starter, -1)
+        if pass_id.number <= latest:
+            cause = self._aborted.get(pass_id)
+            if cause is None and pass_id.number < latest:
+                # Its starter has started another one since: it is over.
+                cause = self._describe(_outdated(pass_id))
+            if cause is None:
+                return None, [TellDone(sender, pass_id)]
+            return None, [TellAbort(sender, pass_id, cause)]
         cause = self.broken
         if current is not None:
             cause = self._describe(_busy(current.id, self.me))
         if cause is not None:
             self._forget(pass_id, cause)
             return None, [TellAbort(sender, pass_id, cause)]
-        return self._begin(pass_id, sender, retain)
+        return self._begin(pass_id, kind, sender)
 
     def _begin(
-        self, pass_id: PassId, parent: int | None, retain: bool
+        self, pass_id: PassId, kind: PassKind, parent: int | None
     ) -> tuple[Pass, list[Instruction]]:
         told = self.known - {parent}
-        self.current = Pass(
-            pass_id, parent, self.first, self.events, told, frozenset(told)
+        current = self.current = Pass(
+            pass_id, kind, parent, self.first, self.events, told, frozenset(told)
         )
+        current.before = self.begun
         self.latest[pass_id.starter] = pass_id.number
-        self.latest_begun = pass_id
-        if not retain:
+        self.begun = pass_id, kind
+        if not kind.retain:
             self.first = self.events
-        # Answers that came before us may be for events that we do not cover.
-        early = self._answers.get(pass_id, {})
-        for message in [m for m in early if not self.current.covers(m)]:
-            del early[message]
-        return self.current, [TellStart(worker) for worker in sorted(told)]
+            self._consumed_by = pass_id.number
+        if self._answers:
+            self._prune(current)
+        return current, [TellStart(worker) for worker in sorted(told)]
+
+    def _prune(self, current: Pass) -> None:
+        """Drops answers that came early and that nobody will ask for."""
+        for pass_id, early in list(self._answers.items()):
+            if pass_id == current.id:
+                uncovered = [m for m in early if not current.covers(m)]
+                for message in uncovered:
+                    del early[message]
+            elif pass_id.number <= current.id.number:
+                del self._answers[pass_id]
 
     # ----------------------------------------------------------------------- answers
 
-    def on_answer(self, pass_id: PassId, message: int, answer: Any) -> bool:
-        """An answer arrived; returns whether a send of the current pass may want it."""
+    def on_answer(self, pass_id: PassId, message: int, answer: Any) -> bool | None:
+        """An answer arrived; returns whether a send of the current pass may want it.
+
+        None: nobody will ever take it.
+        """
         current = self.current
-        if current is not None and current.id == pass_id:
-            if not current.covers(message):
-                return False
-        elif pass_id.number <= self.latest.get(pass_id.starter, -1):
-            return False  # the pass is over
+        is_current = current is not None and current.id == pass_id
+        if is_current and current is not None:
+            is_kept = current.covers(message)
+        else:
+            is_kept = pass_id.number > self.latest.get(pass_id.starter, -1)
+        if not is_kept:
+            return None
         self._answers.setdefault(pass_id, {}).setdefault(message, answer)
-        return current is not None and current.id == pass_id
+        return is_current
 
     def take_answer(self, message: int) -> Any:
         """The answer to a send that the current pass covers, or `WAIT`."""
@@ -280,10 +359,15 @@ class ContextState:
         if current is None or current.is_running or current.told:
             return []
         self.current = None
-        self._answers.pop(current.id, None)
-        if current.parent is None:
+        self._clean_up(current.id)
+        if current.parent is None or current.parent == self.me:
             return []
         return [TellDone(current.parent, current.id)]
+
+    def _clean_up(self, pass_id: PassId) -> None:
+        self._answers.pop(pass_id, None)
+        if self._dead:
+            self._dead = {message for message in self._dead if message >= self.first}
 
     def fail(
         self, pass_id: PassId, cause: Any, sender: int | None = None
@@ -296,10 +380,13 @@ class ContextState:
             return []
         self.current = None
         self._forget(pass_id, cause)
+        if current.kind.leaves_traces and self.broken is None:
+            self.broken = self._describe(_failed_before())
+        self.begun = current.before  # nobody need begin it because of a message
         everybody = set(current.everybody_told)
         if current.parent is not None:
             everybody.add(current.parent)
-        everybody.discard(sender)
+        everybody -= {sender, self.me}
         return [TellAbort(worker, pass_id, cause) for worker in sorted(everybody)]
 
     def lose(self, worker: int, cause: Any) -> list[Instruction]:
@@ -314,11 +401,26 @@ class ContextState:
 
     def _forget(self, pass_id: PassId, cause: Any) -> None:
         """Makes a pass one that is over, and failed; for each starter the last one."""
-        for other in [p for p in self._aborted if p.starter == pass_id.starter]:
-            del self._aborted[other]
-        self._aborted[pass_id] = cause
-        self.latest[pass_id.starter] = pass_id.number
-        self._answers.pop(pass_id, None)
+        starter, number = pass_id
+        self._clean_up(pass_id)
+        if number >= self.latest.get(starter, -1):
+            for other in [p for p in self._aborted if p.starter == starter]:
+                del self._aborted[other]
+            self._aborted[pass_id] = cause
+            self.latest[starter] = number
+
+
+def _outdated(pass_id: PassId) -> BackwardFailed:
+    return BackwardFailed(
+        f"a backward pass that the worker of rank {pass_id.starter} started is over"
+    )
+
+
+def _failed_before() -> BackwardFailed:
+    return BackwardFailed(
+        "an earlier backward pass over this context failed, so parts of its graph are gone "
+        "on some workers; leave the context and do the step again in a new one"
+    )
 
 
 def _busy(running: PassId, worker: int) -> BackwardFailed:

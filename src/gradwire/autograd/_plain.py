@@ -14,7 +14,7 @@ import torch
 from gradwire.autograd._autocast import autocast_state
 from gradwire.autograd._engine import Destination
 from gradwire.autograd._messages import is_implicit
-from gradwire.autograd._passes import Instruction, TellNone
+from gradwire.autograd._passes import Instruction, PassKind, TellNone
 from gradwire.autograd._run import Run
 from gradwire.autograd._torch_private import (
     current_task,
@@ -50,12 +50,8 @@ def admit(
     """
     task = current_task()
     with side.lock:
-        run = side.run
-        if (
-            run is not None
-            and exchange.is_part_of(run)
-            and run.pass_.covers(message.event)
-        ):
+        run = exchange.run_here(side)
+        if run is not None and run.pass_.covers(message.event):
             return run, []
         if not has_gradient:
             return None, []
@@ -63,9 +59,11 @@ def admit(
         exchange.check_whole(side)
         create_graph = torch.is_grad_enabled()
         retain = keeps_graph() or create_graph
-        pass_, instructions = side.state.start(retain)
         destination = Destination.INTO_GRAD if is_into_grad() else Destination.THROUGH
-        run, _ = exchange.begin(side, pass_, destination, retain, create_graph)
+        pass_, instructions = side.state.start(
+            PassKind(destination, retain, create_graph)
+        )
+        run, _ = exchange.begin(side, pass_)
         run.task, run.autocast = task, autocast_state()
         if message.lease is not None:
             message.lease.is_over = not retain
@@ -166,7 +164,7 @@ class _PlainEnd:
             exchange.wait_for_children(run)
         except BaseException as error:
             exchange.fail(side, run, error)
-            run.forget()
+            exchange.end_failed(side, run)
             raise
 
     def __del__(self) -> None:
@@ -180,7 +178,7 @@ class _PlainEnd:
             worker=self._exchange.agent.info.name,
         )
         self._exchange.fail(self._side, self._run, error)
-        self._run.forget()
+        self._exchange.end_failed(self._side, self._run)
 
 
 def _is_reached(recv: Received, task: int) -> bool:

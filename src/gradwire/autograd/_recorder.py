@@ -155,6 +155,7 @@ class Recorder(Interceptor):
             lease = exchange.releases.lease(name)
         if side is None or side.is_released:
             return  # the context was left meanwhile: plain values
+        exchange.catch_up(side, reply.after)
         answers = side.record_recv(
             peer.info.id,
             reply.message,
@@ -213,6 +214,7 @@ class Recorder(Interceptor):
             with side.lock:
                 side.state.meet(peer.info.id)
         if call is not None and call.flags & MESSAGE_HAS_HISTORY and scope.side:
+            exchange.catch_up(scope.side, call.after)
             answers = scope.side.record_recv(
                 peer.info.id, call.message, call.after, tracked, is_request=True
             )
@@ -316,7 +318,7 @@ class _CallScope(Scope):
             side = self.side = self._exchange.registry.add_call(
                 self._name,
                 _call_label(self._label, self._peer.info.name),
-                is_caller=False,
+                is_caller=self._peer.info.id == self._exchange.me,
             )
         side.is_serving = False
         history = [tensors[i] for i in tracked]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from gradwire.autograd._engine import Destination
+from gradwire.autograd._messages import PassMark
 from gradwire.autograd._passes import Pass
 from gradwire.rpc.extension import Outcome
 
@@ -23,7 +24,7 @@ class Answer(NamedTuple):
     gradients: tuple[Tensor, ...]
     tracked: list[Tensor]
     history: int
-    after: tuple[int, int] | None
+    after: PassMark | None
 
 
 class Run:
@@ -49,16 +50,13 @@ class Run:
         self,
         side: Side,
         pass_: Pass,
-        destination: Destination,
-        retain: bool,
-        create_graph: bool,
         recvs: list[Received],
     ) -> None:
         self.side = side
         self.pass_ = pass_
-        self.destination = destination
-        self.retain = retain
-        self.create_graph = create_graph
+        self.destination = Destination(pass_.kind.destination)
+        self.retain = pass_.kind.retain
+        self.create_graph = pass_.kind.create_graph
         self.recvs = recvs
         self.task: int | None = None  # the engine's number for our part
         self.thread = 0  # where our part runs, if it begins with tokens only
@@ -69,7 +67,7 @@ class Run:
         self.children = {rank: Outcome() for rank in pass_.told}
 
     def forget(self) -> None:
-        """The pass failed, and the error is about to be raised to the program.
+        """The pass failed, and our part has ended too: the error is raised, or told.
 
         The error's traceback knows this run; if the run also knew the error, both would
         live until the cyclic collector comes, and the graph with them.
