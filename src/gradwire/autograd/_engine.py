@@ -9,6 +9,7 @@ Where the gradients of leaves go is the pass's destination:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -75,16 +76,47 @@ def run_backward(
         wanted = [leaf for leaf in leaves_of(begin) if leaf is not anchor]
         refuse_averaged(wanted, label)
     is_into_grad = destination is Destination.INTO_GRAD
-    gradients = run_engine(
-        begin,
-        (_SEED,) * len(begin),
-        retain_graph or create_graph,
-        create_graph,
-        () if is_into_grad else (anchor, *wanted),
-        allow_unreachable=True,
-        accumulate_grad=is_into_grad,
-    )
+    try:
+        gradients = run_engine(
+            begin,
+            (_SEED,) * len(begin),
+            retain_graph or create_graph,
+            create_graph,
+            () if is_into_grad else (anchor, *wanted),
+            allow_unreachable=True,
+            accumulate_grad=is_into_grad,
+        )
+    except BaseException:
+        _drain_engine()
+        raise
     return [] if is_into_grad else list(zip(wanted, gradients[1:], strict=True))
+
+
+def _drain_engine() -> None:
+    """Makes the engine forget what a failed backward left in this thread's queue.
+
+    It holds nodes, and by them graphs, until the next backward on the thread comes to
+    them. So one runs whose only node is the last in the order of the queue: the first
+    node that a thread ever makes.
+    """
+    made: list[Tensor] = []
+
+    def make() -> None:
+        with torch.enable_grad():
+            made.append(torch.zeros((), requires_grad=True) * 1)
+
+    thread = threading.Thread(target=make, name="gradwire-first-node")
+    thread.start()
+    thread.join()
+    run_engine(
+        tuple(made),
+        (_SEED,),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:

@@ -37,6 +37,7 @@ from gradwire.autograd._passes import (
     PassId,
     PassKind,
     TellAbort,
+    TellDead,
     TellDone,
     TellNone,
     TellStart,
@@ -224,8 +225,11 @@ class Exchange:
                 run, roots = self.begin(side, pass_)
                 run.autocast = message.autocast
         self.perform(side, run, instructions)
-        if run is not None:
-            contextvars.copy_context().run(self._join, side, run, roots)
+        if run is None:
+            return
+        if run.pass_.is_lossy:
+            self.fail(side, run, consumed(self, side.label))
+        contextvars.copy_context().run(self._join, side, run, roots)
 
     def catch_up(self, side: Side, mark: PassMark | None) -> None:
         """A message arrived whose sender had begun a pass: we begin it too, before."""
@@ -314,9 +318,9 @@ class Exchange:
             own = {id(g): g.detach() for g in values}
             values = tuple(own[id(g)] for g in values)
             copies = [own[id(g)] for g in tracked]
-            answer = Answer(present, values, copies, history, after)
+            answer = Answer(present, values, copies, history, self.me, after)
             number = message.number
-            self._on_answer(side, pass_id, number, answer if present else NONE, self.me)
+            self._on_answer(side, pass_id, number, answer if present else NONE)
             return
         out: Gradient | GradientAndStart
         is_start = TellStart(message.peer) in instructions
@@ -372,25 +376,39 @@ class Exchange:
             if type(values) is not tuple or len(values) != sum(message.present):
                 raise RemoteProtocolError("a gradient message is malformed")
             answer = Answer(
-                message.present, values, tracked, message.history, message.after
+                message.present,
+                values,
+                tracked,
+                message.history,
+                peer.info.id,
+                message.after,
             )
         pass_id = PassId(message.starter, message.number)
-        self._on_answer(side, pass_id, message.message, answer, peer.info.id)
+        self._on_answer(side, pass_id, message.message, answer)
 
-    def _on_answer(
-        self, side: Side, pass_id: PassId, number: int, answer: Any, sender: int
-    ) -> None:
+    def _on_answer(self, side: Side, pass_id: PassId, number: int, answer: Any) -> None:
         with side.lock:
             is_wanted = side.state.on_answer(pass_id, number, answer)
-            outcome = None
-            if is_wanted and side.run is not None:
-                outcome = side.run.waiting.pop(number, None)
+            run, outcome = side.run, None
+            if is_wanted and run is not None:
+                outcome = run.waiting.pop(number, None)
                 if outcome is not None:
                     answer = side.state.take_answer(number)
         if outcome is not None:
             outcome.finish(answer, None)
-        elif is_wanted is None and answer is not NONE and answer.history >= 0:
-            self.send(sender, encode(Dead(*side.name, answer.history)))
+        elif is_wanted is None and answer is not NONE:
+            self._refuse(side, answer)
+            if number < side.state.first:  # an earlier pass consumed what they are for
+                error = consumed(self, side.label)
+                self._fail(side, pass_id, self.describe(error), error)
+                self._tell_abort(
+                    side.name, pass_id, answer.sender, self.describe(error)
+                )
+
+    def _refuse(self, side: Side, answer: Any) -> None:
+        """Nobody will take these gradients: the history that they have is dead."""
+        if answer is not NONE and answer.history >= 0:
+            self.send(answer.sender, encode(Dead(*side.name, answer.history)))
 
     def on_dead(self, peer: Peer, message: Dead, frame: Frame) -> None:
         """A message of ours was dropped on its way."""
@@ -496,11 +514,15 @@ class Exchange:
         """Ends a pass that failed; ``error`` is for those who wait for it here."""
         with side.lock:
             run = side.run
-            instructions = side.state.fail(pass_id, cause, sender)
+            recvs = [] if run is None else [(r.peer, r.number) for r in run.recvs]
+            instructions = side.state.fail(pass_id, cause, sender, recvs)
+            untaken, side.state.untaken = side.state.untaken, []
             self._settle(side)
             if run is None or run.pass_.id != pass_id:
                 return
             outcomes = self._break(run, error)
+        for answer in untaken:
+            self._refuse(side, answer)
         self._after_end(side, run, instructions)
         for outcome in outcomes:
             outcome.finish(None, error)
@@ -554,9 +576,14 @@ class Exchange:
                 self.send(to, encode(PassDone(*side.name, *instruction.pass_id)))
             elif isinstance(instruction, TellAbort):
                 self._tell_abort(side.name, instruction.pass_id, to, instruction.cause)
+            elif isinstance(instruction, TellDead):
+                if to == self.me:
+                    self.mark_dead(side, instruction.message)
+                else:
+                    self.send(to, encode(Dead(*side.name, instruction.message)))
             elif to == self.me:
                 _, pass_id, number = instruction
-                self._on_answer(side, pass_id, number, NONE, to)
+                self._on_answer(side, pass_id, number, NONE)
             else:
                 _, pass_id, number = instruction
                 self.send(to, encode(Gradient(*side.name, *pass_id, number)))

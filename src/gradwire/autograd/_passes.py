@@ -22,9 +22,11 @@ message gets its parent when it is told.
 
 *Failure.* Whoever fails tells its parent and all whom it told. A pass that meets another
 one in the same context is refused there, which is a failure of the newcomer. A failed
-pass that consumed the graph, or recorded new events, did so on some workers only: the
-context cannot be used any more. Passes are numbered through the context, so that of two
-it is known which one came later.
+pass may have consumed the graph on some workers and not on others. So whoever consumed
+recvs in it tells their senders that they are dead; and gradients that come for a send
+that was consumed make their own pass fail, for they would be lost.
+
+Passes are numbered through the context, so that of two it is known which came later.
 
 Methods take what happened and return what to tell to whom. Everything may come twice,
 and messages of different workers in any order.
@@ -32,7 +34,7 @@ and messages of different workers in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -47,6 +49,7 @@ __all__ = [
     "PassId",
     "PassKind",
     "TellAbort",
+    "TellDead",
     "TellDone",
     "TellNone",
     "TellStart",
@@ -72,11 +75,6 @@ class PassKind(NamedTuple):
     retain: bool
     create_graph: bool
 
-    @property
-    def leaves_traces(self) -> bool:
-        """Whether a worker that began it differs afterwards from one that did not."""
-        return not self.retain or self.create_graph
-
 
 @dataclass(slots=True)
 class Pass:
@@ -89,6 +87,7 @@ class Pass:
         told: Those whom we told and who are not done.
         is_running: Our own part is not over.
         before: The pass that had begun last before it.
+        is_lossy: Gradients came for a send that an earlier pass has consumed.
     """
 
     id: PassId
@@ -100,6 +99,7 @@ class Pass:
     everybody_told: frozenset[int] = frozenset()
     is_running: bool = True
     before: tuple[PassId, PassKind] | None = None
+    is_lossy: bool = False
 
     def covers(self, event: int) -> bool:
         """Whether an event belongs to this pass."""
@@ -135,7 +135,14 @@ class TellNone(NamedTuple):
     message: int
 
 
-Instruction: TypeAlias = TellStart | TellDone | TellAbort | TellNone
+class TellDead(NamedTuple):
+    """Tell a worker that its message will be answered in no pass."""
+
+    to: int
+    message: int
+
+
+Instruction: TypeAlias = TellStart | TellDone | TellAbort | TellNone | TellDead
 
 
 class ContextState:
@@ -152,7 +159,9 @@ class ContextState:
         current: The pass that is on here.
         latest: The last pass of each starter that has begun here (or was refused).
         begun: The last pass that has begun here and did not fail, and its kind.
-        broken: Why no pass can succeed any more.
+        broken: Why no pass can succeed any more: a worker was lost.
+        untaken: Answers that came for passes that failed, and that nobody took. Whoever
+            empties it may have to tell their senders so.
     """
 
     __slots__ = (
@@ -169,6 +178,7 @@ class ContextState:
         "known",
         "latest",
         "me",
+        "untaken",
     )
 
     def __init__(
@@ -183,6 +193,7 @@ class ContextState:
         self.latest: dict[int, int] = {}
         self.begun: tuple[PassId, PassKind] | None = None
         self.broken: Any = None
+        self.untaken: list[Any] = []
         self._consumed_by = -1  # number of the last pass that consumed the graph
         self._aborted: dict[PassId, Any] = {}
         self._answers: dict[PassId, dict[int, Any]] = {}
@@ -304,9 +315,9 @@ class ContextState:
         """Drops answers that came early and that nobody will ask for."""
         for pass_id, early in list(self._answers.items()):
             if pass_id == current.id:
-                uncovered = [m for m in early if not current.covers(m)]
-                for message in uncovered:
-                    del early[message]
+                for message in [m for m in early if not current.covers(m)]:
+                    lost = early.pop(message)
+                    current.is_lossy |= lost is not NONE and message < current.first
             elif pass_id.number <= current.id.number:
                 del self._answers[pass_id]
 
@@ -315,12 +326,15 @@ class ContextState:
     def on_answer(self, pass_id: PassId, message: int, answer: Any) -> bool | None:
         """An answer arrived; returns whether a send of the current pass may want it.
 
-        None: nobody will ever take it.
+        None: nobody will ever take it; if it is a gradient of something consumed, the
+        pass is marked as lossy, and must fail.
         """
         current = self.current
         is_current = current is not None and current.id == pass_id
         if is_current and current is not None:
             is_kept = current.covers(message)
+            if not is_kept and answer is not NONE and message < current.first:
+                current.is_lossy = True
         else:
             is_kept = pass_id.number > self.latest.get(pass_id.starter, -1)
         if not is_kept:
@@ -364,15 +378,27 @@ class ContextState:
             return []
         return [TellDone(current.parent, current.id)]
 
-    def _clean_up(self, pass_id: PassId) -> None:
-        self._answers.pop(pass_id, None)
+    def _clean_up(self, pass_id: PassId) -> list[Any]:
+        untaken = self._answers.pop(pass_id, {})
         if self._dead:
             self._dead = {message for message in self._dead if message >= self.first}
+        return list(untaken.values())
 
     def fail(
-        self, pass_id: PassId, cause: Any, sender: int | None = None
+        self,
+        pass_id: PassId,
+        cause: Any,
+        sender: int | None = None,
+        recvs: Iterable[tuple[int, int]] = (),
     ) -> list[Instruction]:
-        """A pass failed, here or (``sender``) elsewhere. It is over here."""
+        """A pass failed. It is over here.
+
+        Args:
+            pass_id: The pass.
+            cause: Why.
+            sender: Who told us, if it failed elsewhere.
+            recvs: Senders and numbers of the messages whose recvs it covers here.
+        """
         current = self.current
         if current is None or current.id != pass_id:
             if pass_id.number > self.latest.get(pass_id.starter, -1):
@@ -380,14 +406,15 @@ class ContextState:
             return []
         self.current = None
         self._forget(pass_id, cause)
-        if current.kind.leaves_traces and self.broken is None:
-            self.broken = self._describe(_failed_before())
         self.begun = current.before  # nobody need begin it because of a message
         everybody = set(current.everybody_told)
         if current.parent is not None:
             everybody.add(current.parent)
         everybody -= {sender, self.me}
-        return [TellAbort(worker, pass_id, cause) for worker in sorted(everybody)]
+        aborts = [TellAbort(worker, pass_id, cause) for worker in sorted(everybody)]
+        if current.kind.retain:
+            return list(aborts)
+        return [*aborts, *(TellDead(worker, message) for worker, message in recvs)]
 
     def lose(self, worker: int, cause: Any) -> list[Instruction]:
         """A worker is gone: its messages will never be answered, so passes fail."""
@@ -402,7 +429,7 @@ class ContextState:
     def _forget(self, pass_id: PassId, cause: Any) -> None:
         """Makes a pass one that is over, and failed; for each starter the last one."""
         starter, number = pass_id
-        self._clean_up(pass_id)
+        self.untaken += self._clean_up(pass_id)
         if number >= self.latest.get(starter, -1):
             for other in [p for p in self._aborted if p.starter == starter]:
                 del self._aborted[other]
@@ -413,13 +440,6 @@ class ContextState:
 def _outdated(pass_id: PassId) -> BackwardFailed:
     return BackwardFailed(
         f"a backward pass that the worker of rank {pass_id.starter} started is over"
-    )
-
-
-def _failed_before() -> BackwardFailed:
-    return BackwardFailed(
-        "an earlier backward pass over this context failed, so parts of its graph are gone "
-        "on some workers; leave the context and do the step again in a new one"
     )
 
 

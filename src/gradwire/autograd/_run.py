@@ -24,6 +24,7 @@ class Answer(NamedTuple):
     gradients: tuple[Tensor, ...]
     tracked: list[Tensor]
     history: int
+    sender: int
     after: PassMark | None
 
 
@@ -73,4 +74,5 @@ class Run:
         live until the cyclic collector comes, and the graph with them.
         """
         self.failure = None
-        self.children, self.waiting = {}, {}
+        self.children.clear()
+        self.waiting.clear()
