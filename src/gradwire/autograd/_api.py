@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradwire.autograd._context import Side
+from gradwire.autograd._context import Side, active_context
 from gradwire.autograd._engine import Destination
 from gradwire.autograd._exchange import Exchange
 from gradwire.autograd._explicit import backward as run_pass
 from gradwire.autograd._messages import opener_of
-from gradwire.autograd._recorder import Recorder, active_context
+from gradwire.autograd._recorder import Recorder
 from gradwire.errors import UsageError
 from gradwire.rpc.extension import current_agent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._functions import apply_recv, apply_send, token_of
-from gradwire.autograd._messages import PassMark, is_implicit
+from gradwire.autograd._messages import is_implicit
 from gradwire.autograd._nodes import ReceivedMessage, SentMessage
-from gradwire.autograd._passes import ContextState, TellNone
-from gradwire.autograd._torch_private import recording
+from gradwire.autograd._passes import ContextState, PassId, TellNone
+from gradwire.autograd._torch_private import TaskWatch, recording
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
@@ -21,7 +22,13 @@ if TYPE_CHECKING:
     from gradwire.autograd._run import Run
     from gradwire.rpc.extension import Note
 
-__all__ = ["ContextName", "Lease", "Mark", "Received", "Side"]
+__all__ = ["ContextName", "Lease", "Mark", "Received", "Side", "active_context"]
+
+
+active_context: contextvars.ContextVar[ContextName | None] = contextvars.ContextVar(
+    "gradwire_autograd_context", default=None
+)
+"""The explicit context around this code. It follows tasks, callbacks and handlers."""
 
 
 class ContextName(NamedTuple):
@@ -111,7 +118,7 @@ class Side:
 
     def record_send(
         self, peer: int, tensors: list[Tensor]
-    ) -> tuple[int, PassMark | None]:
+    ) -> tuple[int, PassId | None]:
         """A message leaves; returns its number, and the last pass that had begun."""
         with self.lock:
             self.state.meet(peer)
@@ -120,26 +127,30 @@ class Side:
             with recording():
                 self._tail.append(apply_send(message, *tensors))
             self.num_sends += 1
-            begun = self.state.begun
-            return event, None if begun is None else (*begun[0], *begun[1])
+            return event, self.state.begun
+
+    def join(self, peer: int, after: tuple[int, int] | None) -> None:
+        """A message of this context came; the caller holds the lock."""
+        self.state.meet(peer)
+        if after is not None:
+            self.state.join(peer, PassId(*after))
 
     def record_recv(
         self,
         peer: int,
         number: int,
-        after: PassMark | None,
+        after: tuple[int, int] | None,
         tensors: list[Tensor],
         *,
         lease: Lease | None = None,
         is_request: bool = False,
-        made_in_backward: bool = False,
+        made_in: TaskWatch | None = None,
     ) -> list[TellNone]:
         """A message arrived: gives its tensors their history. Returns what to answer."""
         with self.lock:
-            self.state.meet(peer)
-            event, is_stale, answers = self.state.record_recv(
-                peer, number, -1 if after is None else after[1]
-            )
+            self.join(peer, after)
+            since = None if after is None else PassId(*after)
+            event, is_stale, answers = self.state.record_recv(peer, number, since)
             message = ReceivedMessage(
                 self._exchange,
                 self,
@@ -148,7 +159,7 @@ class Side:
                 number,
                 lease,
                 is_request,
-                made_in_backward,
+                made_in,
                 is_stale,
             )
             with recording():
@@ -164,7 +175,8 @@ class Side:
         """The tail, and the recvs that it does not hold because only the program may."""
         if not self.holds_weakly:
             return self._tail
-        return [*self._tail, *map(token_of, self.live_recvs())]
+        tokens = [token_of(node) for node in self.live_recvs()]
+        return [*self._tail, *(token for token in tokens if token is not None)]
 
     def live_recvs(self) -> list[Any]:
         """The nodes of the recvs of the present chain, as far as they still exist."""

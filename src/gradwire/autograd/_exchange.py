@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast
-from gradwire.autograd._context import ContextName, Side
+from gradwire.autograd._context import ContextName, Side, active_context
 from gradwire.autograd._engine import Destination, accumulate, run_backward
 from gradwire.autograd._messages import (
     Dead,
@@ -23,7 +23,6 @@ from gradwire.autograd._messages import (
     GradientAndStart,
     PassAbort,
     PassDone,
-    PassMark,
     PassStart,
     is_implicit,
     opener_of,
@@ -231,23 +230,6 @@ class Exchange:
             self.fail(side, run, consumed(self, side.label))
         contextvars.copy_context().run(self._join, side, run, roots)
 
-    def catch_up(self, side: Side, mark: PassMark | None) -> None:
-        """A message arrived whose sender had begun a pass: we begin it too, before."""
-        if mark is None or mark[1] <= side.state.latest.get(mark[0], -1):
-            return
-        with side.lock:
-            pass_, instructions = side.state.catch_up(
-                PassId(*mark[:2]), PassKind(*mark[2:])
-            )
-            if pass_ is None:
-                return
-            run, roots = self.begin(side, pass_)
-        self.perform(side, run, instructions)
-        if roots:
-            self.agent.run_soon(lambda: self._join(side, run, roots))
-        else:
-            self.end_part(side, run)
-
     def _no_side(self, name: ContextName) -> GradwireError:
         if is_implicit(name.key):
             return consumed(self, "a call")
@@ -255,10 +237,12 @@ class Exchange:
 
     def _join(self, side: Side, run: Run, tail: list[Tensor]) -> None:
         serving_agent.set(self.agent)
+        if not side.is_implicit:
+            active_context.set(side.name)
         autocast = run.autocast
         # On a side that holds weakly, recvs may be gone: nobody else answers for them.
         gone = [recv for recv in run.recvs if recv.node() is None]
-        answers = [TellNone(r.peer, run.pass_.id, r.number) for r in gone]
+        answers = [TellNone(r.peer, run.pass_.id, r.number, True) for r in gone]
         self.perform(side, run, answers)
         try:
             with apply_autocast(autocast) if autocast else contextlib.nullcontext():
@@ -307,7 +291,7 @@ class Exchange:
         pass_id, name = run.pass_.id, side.name
         tracked: list[Tensor] = []
         history = -1
-        after: PassMark | None = None
+        after: tuple[int, int] | None = None
         if run.create_graph:
             tracked = list({id(g): g for g in values if g.requires_grad}.values())
             if tracked:
@@ -318,9 +302,16 @@ class Exchange:
             own = {id(g): g.detach() for g in values}
             values = tuple(own[id(g)] for g in values)
             copies = [own[id(g)] for g in tracked]
-            answer = Answer(present, values, copies, history, self.me, after)
+            answer = Answer(present, values, copies, history, after)
             number = message.number
-            self._on_answer(side, pass_id, number, answer if present else NONE)
+            self._on_answer(
+                side,
+                pass_id,
+                number,
+                answer if present else NONE,
+                not run.retain,
+                self.me,
+            )
             return
         out: Gradient | GradientAndStart
         is_start = TellStart(message.peer) in instructions
@@ -331,6 +322,7 @@ class Exchange:
                 *pass_id,
                 message.number,
                 present,
+                not run.retain,
                 history,
                 after,
                 run.destination,
@@ -339,7 +331,9 @@ class Exchange:
                 run.autocast,
             )
         else:
-            out = Gradient(*name, *pass_id, message.number, present, history, after)
+            out = Gradient(
+                *name, *pass_id, message.number, present, not run.retain, history, after
+            )
         if not values:
             outgoing = encode(out)
         elif run.create_graph:
@@ -380,35 +374,44 @@ class Exchange:
                 values,
                 tracked,
                 message.history,
-                peer.info.id,
                 message.after,
             )
         pass_id = PassId(message.starter, message.number)
-        self._on_answer(side, pass_id, message.message, answer)
+        self._on_answer(
+            side, pass_id, message.message, answer, message.is_last, peer.info.id
+        )
 
-    def _on_answer(self, side: Side, pass_id: PassId, number: int, answer: Any) -> None:
+    def _on_answer(
+        self,
+        side: Side,
+        pass_id: PassId,
+        number: int,
+        answer: Any,
+        is_last: bool,
+        sender: int,
+    ) -> None:
+        history = None
+        if answer is not NONE and answer.history >= 0:
+            history = sender, answer.history
         with side.lock:
-            is_wanted = side.state.on_answer(pass_id, number, answer)
+            is_wanted, instructions = side.state.on_answer(
+                pass_id, number, answer, is_last, history
+            )
             run, outcome = side.run, None
             if is_wanted and run is not None:
                 outcome = run.waiting.pop(number, None)
-                if outcome is not None:
-                    answer = side.state.take_answer(number)
+            if outcome is not None:
+                answer = side.state.take_answer(number)
+            # Gradients came for what an earlier pass consumed: they would be lost.
+            is_lossy = answer is not NONE and outcome is None and not is_wanted
+            is_lossy = is_lossy and number < side.state.first
         if outcome is not None:
             outcome.finish(answer, None)
-        elif is_wanted is None and answer is not NONE:
-            self._refuse(side, answer)
-            if number < side.state.first:  # an earlier pass consumed what they are for
-                error = consumed(self, side.label)
-                self._fail(side, pass_id, self.describe(error), error)
-                self._tell_abort(
-                    side.name, pass_id, answer.sender, self.describe(error)
-                )
-
-    def _refuse(self, side: Side, answer: Any) -> None:
-        """Nobody will take these gradients: the history that they have is dead."""
-        if answer is not NONE and answer.history >= 0:
-            self.send(answer.sender, encode(Dead(*side.name, answer.history)))
+        self.perform(side, run, instructions)
+        if is_lossy:
+            error = consumed(self, side.label)
+            self._fail(side, pass_id, self.describe(error), error)
+            self._tell_abort(side.name, pass_id, sender, self.describe(error))
 
     def on_dead(self, peer: Peer, message: Dead, frame: Frame) -> None:
         """A message of ours was dropped on its way."""
@@ -516,14 +519,10 @@ class Exchange:
             run = side.run
             recvs = [] if run is None else [(r.peer, r.number) for r in run.recvs]
             instructions = side.state.fail(pass_id, cause, sender, recvs)
-            untaken, side.state.untaken = side.state.untaken, []
             self._settle(side)
-            if run is None or run.pass_.id != pass_id:
-                return
-            outcomes = self._break(run, error)
-        for answer in untaken:
-            self._refuse(side, answer)
-        self._after_end(side, run, instructions)
+            is_here = run is not None and run.pass_.id == pass_id
+            outcomes = self._break(run, error) if run and is_here else []
+        self._after_end(side, run if is_here else None, instructions)
         for outcome in outcomes:
             outcome.finish(None, error)
 
@@ -582,11 +581,12 @@ class Exchange:
                 else:
                     self.send(to, encode(Dead(*side.name, instruction.message)))
             elif to == self.me:
-                _, pass_id, number = instruction
-                self._on_answer(side, pass_id, number, NONE)
+                _, pass_id, number, is_last = instruction
+                self._on_answer(side, pass_id, number, NONE, is_last, to)
             else:
-                _, pass_id, number = instruction
-                self.send(to, encode(Gradient(*side.name, *pass_id, number)))
+                _, pass_id, number, is_last = instruction
+                none = Gradient(*side.name, *pass_id, number, (), is_last)
+                self.send(to, encode(none))
 
     def _encode_start(self, run: Run) -> Outgoing:
         return encode(

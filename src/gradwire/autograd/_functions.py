@@ -81,13 +81,17 @@ def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def token_of(node: Any) -> Tensor:
-    """The token of a `Recv` that keeps it.
+def token_of(node: Any) -> Tensor | None:
+    """The token of a `Recv` that keeps it; None if the graph was freed behind it.
 
     A node cannot hold its own output, which holds the node; but torch lets it save one,
     and gives it its history back on the way out.
     """
-    return node.saved_tensors[0]  # type: ignore[no-any-return]
+    try:
+        token: Tensor = node.saved_tensors[0]
+    except RuntimeError:
+        return None
+    return token
 
 
 class Start(torch.autograd.Function):

@@ -8,7 +8,7 @@ negative. The incarnation is the opener's: it tells one life of a worker from th
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -24,7 +24,6 @@ __all__ = [
     "GradientAndStart",
     "PassAbort",
     "PassDone",
-    "PassMark",
     "PassStart",
     "Release",
     "ReplyHeader",
@@ -66,9 +65,6 @@ def counter_of(key: int) -> int:
     return (~key if key < 0 else key) & MAX_COUNTER
 
 
-PassMark: TypeAlias = tuple[int, int, int, bool, bool]
-"""A pass: starter, number, destination, retain, create_graph."""
-
 MESSAGE_HAS_HISTORY = 1
 """The message has tensors whose history goes on at the sender: it waits for gradients."""
 NOT_RECORDED = 2
@@ -85,7 +81,7 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
         key: The context, None if the call is one by itself.
         incarnation: Of the context's opener.
         message: Number of the message at the sender.
-        after: The last pass that had begun at the sender.
+        after: Starter and number of the last pass that had begun at the sender.
         autocast: See `gradwire.autograd._autocast`.
     """
 
@@ -93,7 +89,7 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
     key: int | None = None
     incarnation: int = 0
     message: int = 0
-    after: PassMark | None = None
+    after: tuple[int, int] | None = None
     autocast: list[tuple[str, str]] | None = None
 
 
@@ -101,7 +97,7 @@ class ReplyHeader(msgspec.Struct, array_like=True, gc=False):
     """Header of a reply whose tensors have a history at the sender."""
 
     message: int
-    after: PassMark | None = None
+    after: tuple[int, int] | None = None
     key: int | None = None
     incarnation: int = 0
 
@@ -136,6 +132,7 @@ class Gradient(Message, array_like=True, gc=False):
     Attributes:
         message: Number that the receiver gave to the message that is answered.
         present: For each tensor whether a gradient follows; empty: none at all.
+        is_last: There will be no answer to the message in later passes.
         history: With ``create_graph``: number of this message itself, whose tensors have
             a history at the sender. Else -1.
         after: As in `CallHeader`.
@@ -148,8 +145,9 @@ class Gradient(Message, array_like=True, gc=False):
     number: int
     message: int
     present: tuple[bool, ...] = ()
+    is_last: bool = False
     history: int = -1
-    after: PassMark | None = None
+    after: tuple[int, int] | None = None
     body: Body | None = None
 
 
@@ -162,8 +160,9 @@ class GradientAndStart(Message, array_like=True, gc=False):
     number: int
     message: int
     present: tuple[bool, ...]
+    is_last: bool
     history: int
-    after: PassMark | None
+    after: tuple[int, int] | None
     destination: int
     retain: bool
     create_graph: bool

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.autograd._passes import NONE
 from gradwire.autograd._plain import admit, consumed, gone
-from gradwire.autograd._torch_private import current_task
+from gradwire.autograd._torch_private import TaskWatch, current_task
 from gradwire.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ReceivedMessage:
         "is_stale",
         "label",
         "lease",
-        "made_in_backward",
+        "made_in",
         "number",
         "passed_over_in",
         "peer",
@@ -91,7 +91,7 @@ class ReceivedMessage:
         number: int,
         lease: Lease | None,
         is_request: bool,
-        made_in_backward: bool,
+        made_in: TaskWatch | None,
         is_stale: bool,
     ) -> None:
         self._exchange = exchange
@@ -103,7 +103,7 @@ class ReceivedMessage:
         self.number = number
         self.lease = lease
         self.is_request = is_request
-        self.made_in_backward = made_in_backward
+        self.made_in = made_in  # the backward in which the call was made
         self.is_stale = is_stale  # it came late: what it belongs to was consumed
         self.passed_over_in: int | None = None
 

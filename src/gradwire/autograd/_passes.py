@@ -5,28 +5,31 @@ recv on the other. Each worker numbers its own events; a message is known by the
 of its send. A pass *covers* the events that were recorded on a worker before the pass
 began there, and no others.
 
-*One cut.* Every message says which pass had last begun at its sender, and whoever
-receives it begins that pass first, if it has not: so a pass that covers a recv covers
-its send. The other way round it may not: the message was under way. Such a *straggler*
-is answered at once, and if the pass consumed the graph, it is stale: its send is gone.
-
 *Answers.* In a pass, each send that it covers gets exactly one answer: gradients or
-"none". It comes from the recv's node, or, for a straggler, from `record_recv`. A message
-that was dropped on its way is dead, which answers it in all passes.
+"none". It comes from the recv's node, or from `record_recv` if the message is a
+*straggler*, which arrived after the pass had begun here. If that consumes the graph, the
+straggler is stale: its send is gone. A message that was dropped on its way is dead, which
+answers it in all passes.
+
+*Order.* Passes are numbered through the context; on each worker they begin in the order
+of their numbers, and one that comes too late is refused. Every message says which pass had
+last begun at its sender: the next one will cover it there. A worker that has just come to
+the context takes that over.
+
+*Outrunners.* A message may also arrive before a pass, and be sent after it. Then the pass
+covers the recv, and not the send. If it consumes the graph, the recv's answer is the last
+one, and says so: where it answers nothing, the message is dead from then on.
 
 *The echo.* A worker that is told of a pass tells all whom it knows in the context,
 except for the one who told it, its parent. When its own part is over and all whom it
 told are done, it tells its parent; the starter has none, for it the pass is over.
-Somebody who is told again is done with it, for that edge. One who began because of a
-message gets its parent when it is told.
+Somebody who is told again is done with it, for that edge.
 
 *Failure.* Whoever fails tells its parent and all whom it told. A pass that meets another
 one in the same context is refused there, which is a failure of the newcomer. A failed
 pass may have consumed the graph on some workers and not on others. So whoever consumed
 recvs in it tells their senders that they are dead; and gradients that come for a send
 that was consumed make their own pass fail, for they would be lost.
-
-Passes are numbered through the context, so that of two it is known which came later.
 
 Methods take what happened and return what to tell to whom. Everything may come twice,
 and messages of different workers in any order.
@@ -81,12 +84,11 @@ class Pass:
     """A pass as one worker sees it, from its begin to its end here.
 
     Attributes:
-        parent: Who told us; ourselves if we started it; None if nobody has, yet.
+        parent: Who told us; None if we started it.
         first: Number of the first event that it covers.
         end: Number of the first event after those.
         told: Those whom we told and who are not done.
         is_running: Our own part is not over.
-        before: The pass that had begun last before it.
         is_lossy: Gradients came for a send that an earlier pass has consumed.
     """
 
@@ -98,7 +100,6 @@ class Pass:
     told: set[int] = field(default_factory=set)
     everybody_told: frozenset[int] = frozenset()
     is_running: bool = True
-    before: tuple[PassId, PassKind] | None = None
     is_lossy: bool = False
 
     def covers(self, event: int) -> bool:
@@ -128,11 +129,12 @@ class TellAbort(NamedTuple):
 
 
 class TellNone(NamedTuple):
-    """Answer a message of a worker with "none"."""
+    """Answer a message of a worker with "none"; with the last answer, if ``is_last``."""
 
     to: int
     pass_id: PassId
     message: int
+    is_last: bool = False
 
 
 class TellDead(NamedTuple):
@@ -143,6 +145,9 @@ class TellDead(NamedTuple):
 
 
 Instruction: TypeAlias = TellStart | TellDone | TellAbort | TellNone | TellDead
+
+
+_History: TypeAlias = tuple[int, int] | None
 
 
 class ContextState:
@@ -158,10 +163,8 @@ class ContextState:
         first: The first event of the present chain; those before it were consumed.
         current: The pass that is on here.
         latest: The last pass of each starter that has begun here (or was refused).
-        begun: The last pass that has begun here and did not fail, and its kind.
+        begun: The last pass that has begun here.
         broken: Why no pass can succeed any more: a worker was lost.
-        untaken: Answers that came for passes that failed, and that nobody took. Whoever
-            empties it may have to tell their senders so.
     """
 
     __slots__ = (
@@ -178,7 +181,6 @@ class ContextState:
         "known",
         "latest",
         "me",
-        "untaken",
     )
 
     def __init__(
@@ -191,12 +193,12 @@ class ContextState:
         self.first = 0
         self.current: Pass | None = None
         self.latest: dict[int, int] = {}
-        self.begun: tuple[PassId, PassKind] | None = None
+        self.begun: PassId | None = None
         self.broken: Any = None
-        self.untaken: list[Any] = []
         self._consumed_by = -1  # number of the last pass that consumed the graph
         self._aborted: dict[PassId, Any] = {}
-        self._answers: dict[PassId, dict[int, Any]] = {}
+        # By pass and message: the answer, and if it has a history, its sender and number.
+        self._answers: dict[PassId, dict[int, tuple[Any, _History]]] = {}
         self._dead: set[int] = set()
 
     # ------------------------------------------------------------------------ events
@@ -212,25 +214,24 @@ class ContextState:
         self.events += 1
         return event
 
-    def catch_up(
-        self, pass_id: PassId, kind: PassKind
-    ) -> tuple[Pass | None, list[Instruction]]:
-        """A message arrived whose sender had begun a pass; returns it if we begin now."""
-        is_known = pass_id.number <= self.latest.get(pass_id.starter, -1)
-        if is_known or self.current is not None or self.broken is not None:
-            return None, []
-        return self._begin(pass_id, kind, None)
+    def join(self, sender: int, after: PassId | None) -> None:
+        """A message arrived; whoever has just come takes over how far its sender is."""
+        if after is None or self.events or not self.known <= {sender}:
+            return
+        if self.begun is None or after.number > self.begun.number:
+            self.begun = after
+            self.latest[after.starter] = after.number
 
     def record_recv(
-        self, sender: int, message: int, after: int
+        self, sender: int, message: int, after: PassId | None
     ) -> tuple[int, bool, list[TellNone]]:
-        """A message with a history arrived; call `catch_up` before.
+        """A message with a history arrived; call `join` before.
 
         Args:
             sender: Who sent it.
             message: Its number there.
-            after: Number of the last pass that had begun there, -1 for none: it does not
-                cover the message, but all later ones will.
+            after: The last pass that had begun there: it does not cover the message,
+                but all later ones will.
 
         Returns:
             The number of the event; whether its send is consumed; what to answer.
@@ -239,18 +240,21 @@ class ContextState:
         self.events += 1
         if not self.latest:
             return event, False, []
+        last = -1 if after is None else after.number
         answers = [
             TellNone(sender, PassId(starter, number), message)
             for starter, number in self.latest.items()
-            if number > after
+            if number > last
         ]
-        return event, self._consumed_by > after, answers
+        return event, self._consumed_by > last, answers
 
-    def mark_dead(self, message: int) -> None:
-        """A message of ours was dropped on its way, and will never be answered."""
+    def mark_dead(self, message: int) -> bool:
+        """A message of ours will not be answered; True if a pass may wait for that."""
         current = self.current
-        if message >= self.first or (current is not None and current.covers(message)):
+        is_covered = current is not None and current.covers(message)
+        if is_covered or message >= self.first:
             self._dead.add(message)
+        return is_covered
 
     # ------------------------------------------------------------------------- begin
 
@@ -263,7 +267,7 @@ class ContextState:
         if self.current is not None:
             raise _busy(self.current.id, self.me)
         number = max(self.latest.values(), default=-1) + 1
-        return self._begin(PassId(self.me, number), kind, self.me)
+        return self._begin(PassId(self.me, number), kind, None)
 
     def on_start(
         self, pass_id: PassId, sender: int, kind: PassKind
@@ -272,11 +276,9 @@ class ContextState:
         self.meet(sender)
         current = self.current
         if current is not None and current.id == pass_id:
-            if current.parent is None:
-                current.parent = sender
-            elif sender != current.parent:  # else it is the same message again
-                return None, [TellDone(sender, pass_id)]
-            return None, []
+            if sender == current.parent:
+                return None, []  # the same message again
+            return None, [TellDone(sender, pass_id)]
         latest = self.latest.get(pass_id.starter, -1)
         if pass_id.number <= latest:
             cause = self._aborted.get(pass_id)
@@ -289,9 +291,11 @@ class ContextState:
         cause = self.broken
         if current is not None:
             cause = self._describe(_busy(current.id, self.me))
+        elif cause is None and self.begun and pass_id.number <= self.begun.number:
+            cause = self._describe(_busy(self.begun, self.me))
         if cause is not None:
-            self._forget(pass_id, cause)
-            return None, [TellAbort(sender, pass_id, cause)]
+            dead = self._forget(pass_id, cause)
+            return None, [TellAbort(sender, pass_id, cause), *dead]
         return self._begin(pass_id, kind, sender)
 
     def _begin(
@@ -301,46 +305,68 @@ class ContextState:
         current = self.current = Pass(
             pass_id, kind, parent, self.first, self.events, told, frozenset(told)
         )
-        current.before = self.begun
         self.latest[pass_id.starter] = pass_id.number
-        self.begun = pass_id, kind
+        self.begun = pass_id
         if not kind.retain:
             self.first = self.events
             self._consumed_by = pass_id.number
-        if self._answers:
-            self._prune(current)
-        return current, [TellStart(worker) for worker in sorted(told)]
+        dead = self._prune(current) if self._answers else []
+        return current, [*map(TellStart, sorted(told)), *dead]
 
-    def _prune(self, current: Pass) -> None:
+    def _prune(self, current: Pass) -> list[Instruction]:
         """Drops answers that came early and that nobody will ask for."""
+        dropped: list[_History] = []
         for pass_id, early in list(self._answers.items()):
+            first = self.first
             if pass_id == current.id:
-                for message in [m for m in early if not current.covers(m)]:
-                    lost = early.pop(message)
-                    current.is_lossy |= lost is not NONE and message < current.first
+                first = current.first
             elif pass_id.number <= current.id.number:
+                first = self.events  # it will not begin here any more
+            for message in [m for m in early if m < first]:
+                answer, history = early.pop(message)
+                dropped.append(history)
+                if pass_id == current.id and answer is not NONE:
+                    current.is_lossy = True
+            if not early:
                 del self._answers[pass_id]
+        return _bury(dropped)
 
     # ----------------------------------------------------------------------- answers
 
-    def on_answer(self, pass_id: PassId, message: int, answer: Any) -> bool | None:
+    def on_answer(
+        self,
+        pass_id: PassId,
+        message: int,
+        answer: Any,
+        is_last: bool = False,
+        history: tuple[int, int] | None = None,
+    ) -> tuple[bool, list[Instruction]]:
         """An answer arrived; returns whether a send of the current pass may want it.
 
-        None: nobody will ever take it; if it is a gradient of something consumed, the
-        pass is marked as lossy, and must fail.
+        If it is a gradient of something consumed, the pass is lossy, and must fail.
+
+        Args:
+            pass_id: The pass.
+            message: What it answers.
+            answer: Gradients, or `NONE`.
+            is_last: There will be no answer in later passes.
+            history: If it is a message with a history itself: its sender and number.
         """
         current = self.current
         is_current = current is not None and current.id == pass_id
         if is_current and current is not None:
             is_kept = current.covers(message)
-            if not is_kept and answer is not NONE and message < current.first:
+            if answer is not NONE and message < current.first:
                 current.is_lossy = True
         else:
+            # A gradient of something consumed is kept until its pass can fail.
             is_kept = pass_id.number > self.latest.get(pass_id.starter, -1)
-        if not is_kept:
-            return None
-        self._answers.setdefault(pass_id, {}).setdefault(message, answer)
-        return is_current
+            is_kept &= message >= self.first or answer is not NONE
+        if is_kept:
+            early = self._answers.setdefault(pass_id, {})
+            early.setdefault(message, (answer, history))
+            return is_current, []
+        return is_last and self.mark_dead(message), _bury([history])
 
     def take_answer(self, message: int) -> Any:
         """The answer to a send that the current pass covers, or `WAIT`."""
@@ -349,7 +375,8 @@ class ContextState:
         current = self.current
         if current is None:
             raise AssertionError("a send asked for its answer outside a pass")
-        return self._answers.get(current.id, {}).pop(message, WAIT)
+        answer, _ = self._answers.get(current.id, {}).pop(message, (WAIT, None))
+        return answer
 
     # --------------------------------------------------------------------------- end
 
@@ -373,16 +400,17 @@ class ContextState:
         if current is None or current.is_running or current.told:
             return []
         self.current = None
-        self._clean_up(current.id)
-        if current.parent is None or current.parent == self.me:
-            return []
-        return [TellDone(current.parent, current.id)]
+        dead = self._clean_up(current.id)
+        if current.parent is None:
+            return dead
+        return [TellDone(current.parent, current.id), *dead]
 
-    def _clean_up(self, pass_id: PassId) -> list[Any]:
-        untaken = self._answers.pop(pass_id, {})
+    def _clean_up(self, pass_id: PassId) -> list[Instruction]:
+        """Forgets what belongs to a pass; those who answered in vain are told."""
+        first = self.first if self.current is None else self.current.first
         if self._dead:
-            self._dead = {message for message in self._dead if message >= self.first}
-        return list(untaken.values())
+            self._dead = {message for message in self._dead if message >= first}
+        return _bury(h for _, h in self._answers.pop(pass_id, {}).values())
 
     def fail(
         self,
@@ -402,19 +430,17 @@ class ContextState:
         current = self.current
         if current is None or current.id != pass_id:
             if pass_id.number > self.latest.get(pass_id.starter, -1):
-                self._forget(pass_id, cause)
+                return self._forget(pass_id, cause)
             return []
         self.current = None
-        self._forget(pass_id, cause)
-        self.begun = current.before  # nobody need begin it because of a message
+        dead = self._forget(pass_id, cause)
+        if not current.kind.retain:
+            dead += _bury(recvs)
         everybody = set(current.everybody_told)
         if current.parent is not None:
             everybody.add(current.parent)
-        everybody -= {sender, self.me}
-        aborts = [TellAbort(worker, pass_id, cause) for worker in sorted(everybody)]
-        if current.kind.retain:
-            return list(aborts)
-        return [*aborts, *(TellDead(worker, message) for worker, message in recvs)]
+        everybody.discard(sender)
+        return [*(TellAbort(w, pass_id, cause) for w in sorted(everybody)), *dead]
 
     def lose(self, worker: int, cause: Any) -> list[Instruction]:
         """A worker is gone: its messages will never be answered, so passes fail."""
@@ -426,15 +452,23 @@ class ContextState:
             return []
         return [t for t in self.fail(self.current.id, cause) if t.to != worker]
 
-    def _forget(self, pass_id: PassId, cause: Any) -> None:
+    def _forget(self, pass_id: PassId, cause: Any) -> list[Instruction]:
         """Makes a pass one that is over, and failed; for each starter the last one."""
         starter, number = pass_id
-        self.untaken += self._clean_up(pass_id)
         if number >= self.latest.get(starter, -1):
             for other in [p for p in self._aborted if p.starter == starter]:
                 del self._aborted[other]
             self._aborted[pass_id] = cause
             self.latest[starter] = number
+        dead: list[Instruction] = []
+        for other in [p for p in self._answers if p.starter == starter]:
+            if other.number <= number:
+                dead += self._clean_up(other)
+        return [*dead, *self._clean_up(pass_id)]
+
+
+def _bury(messages: Iterable[tuple[int, int] | None]) -> list[Instruction]:
+    return [TellDead(*message) for message in messages if message is not None]
 
 
 def _outdated(pass_id: PassId) -> BackwardFailed:

@@ -68,7 +68,7 @@ def admit(
         if message.lease is not None:
             message.lease.is_over = not retain
         instructions += [
-            TellNone(recv.peer, pass_.id, recv.number)
+            TellNone(recv.peer, pass_.id, recv.number, is_last=not retain)
             for recv in run.recvs
             if not _is_reached(recv, task)
         ]
@@ -84,7 +84,11 @@ def _check_may_start(
     run = side.run
     if message.event < (side.state.first if run is None else run.pass_.first):
         raise consumed(exchange, side.label)
-    if run is not None or (message.made_in_backward and not side.is_implicit):
+    if run is not None or (
+        not side.is_implicit
+        and message.made_in is not None
+        and not message.made_in.is_over
+    ):
         raise AutogradError(
             f"a backward reached a tensor that arrived in {side.label} while another "
             "backward was running there, and not as part of it. Calls that are made "

@@ -6,7 +6,6 @@ call that is recorded is a context of its own.
 
 from __future__ import annotations
 
-import contextvars
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast, autocast_state
 from gradwire.autograd._averaged import watch_wrappers
-from gradwire.autograd._context import ContextName, Side
+from gradwire.autograd._context import ContextName, Side, active_context
 from gradwire.autograd._exchange import Exchange
 from gradwire.autograd._messages import (
     CONTEXT_KEEPS_GRAD,
@@ -33,7 +32,7 @@ from gradwire.autograd._messages import (
     encode_header,
     key_of_call,
 )
-from gradwire.autograd._torch_private import NO_TASK, current_task
+from gradwire.autograd._torch_private import NO_TASK, TaskWatch, current_task
 from gradwire.rpc.extension import (
     NOTHING,
     Addition,
@@ -48,12 +47,7 @@ from gradwire.wire import TRACKED
 if TYPE_CHECKING:
     pass
 
-__all__ = ["Recorder", "active_context"]
-
-active_context: contextvars.ContextVar[ContextName | None] = contextvars.ContextVar(
-    "gradwire_autograd_context", default=None
-)
-"""The explicit context around this code. It follows tasks, callbacks and handlers."""
+__all__ = ["Recorder"]
 
 
 class Recorder(Interceptor):
@@ -103,6 +97,7 @@ class Recorder(Interceptor):
                 header.flags |= CONTEXT_KEEPS_GRAD
             with side.lock:
                 side.state.meet(peer.info.id)
+                header.after = side.state.begun
         elif tracked:
             own = ContextName(
                 key_of_call(exchange.me, call_id), self.agent.network.incarnation
@@ -155,14 +150,13 @@ class Recorder(Interceptor):
             lease = exchange.releases.lease(name)
         if side is None or side.is_released:
             return  # the context was left meanwhile: plain values
-        exchange.catch_up(side, reply.after)
         answers = side.record_recv(
             peer.info.id,
             reply.message,
             reply.after,
             tracked,
             lease=lease,
-            made_in_backward=note is not None and note.was_made_in_backward,
+            made_in=note.made_in if note is not None else None,
         )
         if answers:
             exchange.perform(side, None, answers)
@@ -212,9 +206,8 @@ class Recorder(Interceptor):
                 return scope
             side.into_grad = into_grad
             with side.lock:
-                side.state.meet(peer.info.id)
+                side.join(peer.info.id, call.after)
         if call is not None and call.flags & MESSAGE_HAS_HISTORY and scope.side:
-            exchange.catch_up(scope.side, call.after)
             answers = scope.side.record_recv(
                 peer.info.id, call.message, call.after, tracked, is_request=True
             )
@@ -243,7 +236,7 @@ class Recorder(Interceptor):
 class _CallNote(Note):
     """A call of ours: its place in a context, until it ends."""
 
-    __slots__ = ("_event", "_exchange", "side", "was_made_in_backward")
+    __slots__ = ("_event", "_exchange", "made_in", "side")
 
     def __init__(
         self, exchange: Exchange, addition: Addition, side: Side | None, event: int
@@ -252,7 +245,8 @@ class _CallNote(Note):
         self._exchange = exchange
         self.side = side
         self._event = event
-        self.was_made_in_backward = current_task() != NO_TASK
+        is_made_in_backward = current_task() != NO_TASK
+        self.made_in = TaskWatch() if is_made_in_backward else None
 
     def failed(self, *, was_sent: bool) -> None:
         """See `Note`."""

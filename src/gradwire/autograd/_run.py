@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from gradwire.autograd._engine import Destination
-from gradwire.autograd._messages import PassMark
 from gradwire.autograd._passes import Pass
 from gradwire.rpc.extension import Outcome
 
@@ -24,8 +23,7 @@ class Answer(NamedTuple):
     gradients: tuple[Tensor, ...]
     tracked: list[Tensor]
     history: int
-    sender: int
-    after: PassMark | None
+    after: tuple[int, int] | None
 
 
 class Run:

@@ -16,6 +16,7 @@ from gradwire.wire import clean_thread_state, thread_state_is_clean
 
 __all__ = [
     "NO_TASK",
+    "TaskWatch",
     "any_autocast",
     "current_task",
     "is_into_grad",
@@ -67,6 +68,31 @@ _pop_saving_hooks: Callable[[], None] = _private(
 _push_saving_hooks: Callable[[Any, Any], None] = _private(
     "_C._autograd._push_saved_tensors_default_hooks"
 )
+
+
+class TaskWatch:
+    """Tells whether the backward that was running when it was made is over."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+        queue_callback(_TaskEnd(self))
+
+
+class _TaskEnd:
+    """Is called at the end of a backward that succeeds, and dropped in any case."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, watch: TaskWatch) -> None:
+        self._watch = watch
+
+    def __call__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        self._watch.is_over = True
 
 
 class _Nothing:

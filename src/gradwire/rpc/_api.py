@@ -252,3 +252,9 @@ def current_agent() -> Agent:
             "is possible."
         )
     return session.agent
+
+
+# The compiler need not look inside: it breaks the graph at a call. (What its decorator
+# sets, without the seconds that it takes to import.)
+rpc_sync._torchdynamo_disable = True  # type: ignore[attr-defined]
+rpc_async._torchdynamo_disable = True  # type: ignore[attr-defined]
