@@ -226,8 +226,6 @@ class Exchange:
         self.perform(side, run, instructions)
         if run is None:
             return
-        if run.pass_.is_lossy:
-            self.fail(side, run, consumed(self, side.label))
         contextvars.copy_context().run(self._join, side, run, roots)
 
     def _no_side(self, name: ContextName) -> GradwireError:
@@ -394,6 +392,7 @@ class Exchange:
         if answer is not NONE and answer.history >= 0:
             history = sender, answer.history
         with side.lock:
+            is_lossy = answer is not NONE and side.state.loses(pass_id, number)
             is_wanted, instructions = side.state.on_answer(
                 pass_id, number, answer, is_last, history
             )
@@ -402,9 +401,6 @@ class Exchange:
                 outcome = run.waiting.pop(number, None)
             if outcome is not None:
                 answer = side.state.take_answer(number)
-            # Gradients came for what an earlier pass consumed: they would be lost.
-            is_lossy = answer is not NONE and outcome is None and not is_wanted
-            is_lossy = is_lossy and number < side.state.first
         if outcome is not None:
             outcome.finish(answer, None)
         self.perform(side, run, instructions)
@@ -493,6 +489,9 @@ class Exchange:
         run.forget()
         self._drop_if_used_up(side, run)
 
+    def _is_mine(self, side: Side) -> bool:
+        return opener_of(side.name.key) == self.me
+
     def describe(self, error: BaseException) -> Any:
         """What others are told of an error; kept instead of it, which keeps its frames."""
         return describe(error, self.agent.info.name)
@@ -505,6 +504,10 @@ class Exchange:
         if side.run is run:
             here = BackwardFailed(f"a backward pass over {side.label} failed here")
             self._fail(side, run.pass_.id, self.describe(error), here)
+
+    def abort(self, side: Side, run: Run, error: BaseException) -> None:
+        """Ends a pass from outside; whoever waits in it raises the error."""
+        self._fail(side, run.pass_.id, self.describe(error), error)
 
     def _fail(
         self,
@@ -552,7 +555,10 @@ class Exchange:
                 self._after_end(side, run, instructions)
             for outcome in outcomes:
                 outcome.finish(None, error)
-            if opener_of(side.name.key) == rank:
+            # Nothing more can come of a context that lost a member. Its opener keeps it,
+            # to say so, until it is left.
+            is_hit = side.state.broken is not None and not side.is_implicit
+            if opener_of(side.name.key) == rank or (is_hit and not self._is_mine(side)):
                 self.releases.end(side, error)
 
     # ------------------------------------------------------------------------- telling

@@ -89,7 +89,6 @@ class Pass:
         end: Number of the first event after those.
         told: Those whom we told and who are not done.
         is_running: Our own part is not over.
-        is_lossy: Gradients came for a send that an earlier pass has consumed.
     """
 
     id: PassId
@@ -100,7 +99,6 @@ class Pass:
     told: set[int] = field(default_factory=set)
     everybody_told: frozenset[int] = frozenset()
     is_running: bool = True
-    is_lossy: bool = False
 
     def covers(self, event: int) -> bool:
         """Whether an event belongs to this pass."""
@@ -163,7 +161,8 @@ class ContextState:
         first: The first event of the present chain; those before it were consumed.
         current: The pass that is on here.
         latest: The last pass of each starter that has begun here (or was refused).
-        begun: The last pass that has begun here.
+        begun: The last pass that has begun here, or of which a newcomer was told.
+        last: That pass as it was here, also when it is over.
         broken: Why no pass can succeed any more: a worker was lost.
     """
 
@@ -179,6 +178,7 @@ class ContextState:
         "events",
         "first",
         "known",
+        "last",
         "latest",
         "me",
     )
@@ -194,6 +194,7 @@ class ContextState:
         self.current: Pass | None = None
         self.latest: dict[int, int] = {}
         self.begun: PassId | None = None
+        self.last: Pass | None = None
         self.broken: Any = None
         self._consumed_by = -1  # number of the last pass that consumed the graph
         self._aborted: dict[PassId, Any] = {}
@@ -307,6 +308,7 @@ class ContextState:
         )
         self.latest[pass_id.starter] = pass_id.number
         self.begun = pass_id
+        self.last = current
         if not kind.retain:
             self.first = self.events
             self._consumed_by = pass_id.number
@@ -323,10 +325,8 @@ class ContextState:
             elif pass_id.number <= current.id.number:
                 first = self.events  # it will not begin here any more
             for message in [m for m in early if m < first]:
-                answer, history = early.pop(message)
+                _, history = early.pop(message)
                 dropped.append(history)
-                if pass_id == current.id and answer is not NONE:
-                    current.is_lossy = True
             if not early:
                 del self._answers[pass_id]
         return _bury(dropped)
@@ -343,7 +343,7 @@ class ContextState:
     ) -> tuple[bool, list[Instruction]]:
         """An answer arrived; returns whether a send of the current pass may want it.
 
-        If it is a gradient of something consumed, the pass is lossy, and must fail.
+        If it brings gradients, and `loses` them, the pass must fail.
 
         Args:
             pass_id: The pass.
@@ -356,17 +356,22 @@ class ContextState:
         is_current = current is not None and current.id == pass_id
         if is_current and current is not None:
             is_kept = current.covers(message)
-            if answer is not NONE and message < current.first:
-                current.is_lossy = True
         else:
-            # A gradient of something consumed is kept until its pass can fail.
             is_kept = pass_id.number > self.latest.get(pass_id.starter, -1)
-            is_kept &= message >= self.first or answer is not NONE
+            is_kept &= message >= self.first
         if is_kept:
             early = self._answers.setdefault(pass_id, {})
             early.setdefault(message, (answer, history))
             return is_current, []
         return is_last and self.mark_dead(message), _bury([history])
+
+    def loses(self, pass_id: PassId, message: int) -> bool:
+        """Whether gradients for a message would be lost: an earlier pass consumed it."""
+        last = self.last
+        if last is not None and last.id == pass_id:
+            return message < last.first
+        is_early = pass_id.number > self.latest.get(pass_id.starter, -1)
+        return is_early and message < self.first
 
     def take_answer(self, message: int) -> Any:
         """The answer to a send that the current pass covers, or `WAIT`."""

@@ -92,5 +92,5 @@ class Releases:
         self._registry.drop(side.name)
         if (run := side.run) is not None:
             why = ContextReleased(f"{side.label} was released while a backward ran")
-            self._exchange.fail(side, run, error or why)
+            self._exchange.abort(side, run, error or why)
         side.forget_graph()
