@@ -166,7 +166,9 @@ def _own(gradient: Tensor, leaf: Tensor, taken: set[int]) -> Tensor:
     memory = gradient.untyped_storage().data_ptr()
     is_shared = memory in taken
     taken.add(memory)
-    if leaf.layout is torch.strided and leaf.is_contiguous():
+    if leaf.layout is not torch.strided:
+        return gradient.clone() if is_shared else gradient
+    if leaf.is_contiguous():
         is_fit = gradient.is_contiguous()
     else:
         is_fit = gradient.stride() == leaf.stride()

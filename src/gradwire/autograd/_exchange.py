@@ -226,6 +226,8 @@ class Exchange:
         self.perform(side, run, instructions)
         if run is None:
             return
+        if peer.link is not None:
+            peer.link.shed()  # activations were sent: the memory is needed for gradients
         contextvars.copy_context().run(self._join, side, run, roots)
 
     def _no_side(self, name: ContextName) -> GradwireError:

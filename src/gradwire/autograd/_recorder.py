@@ -32,7 +32,13 @@ from gradwire.autograd._messages import (
     encode_header,
     key_of_call,
 )
-from gradwire.autograd._torch_private import NO_TASK, TaskWatch, current_task
+from gradwire.autograd._torch_private import (
+    NO_TASK,
+    TaskWatch,
+    current_task,
+    has_tangent,
+)
+from gradwire.errors import EncodeError
 from gradwire.rpc.extension import (
     NOTHING,
     Addition,
@@ -84,6 +90,12 @@ class Recorder(Interceptor):
     ) -> Note | None:
         """See `Interceptor`."""
         exchange = self.exchange
+        if has_tangent(tensors):
+            raise EncodeError(
+                "forward-mode differentiation does not go through calls: a tensor in the "
+                "arguments has a tangent. Use reverse mode, or send "
+                "torch.autograd.forward_ad.unpack_dual(tensor).primal"
+            )
         tracked = _tracked(tensors, of_modules) if is_grad_enabled else {}
         name = active_context.get()
         side = exchange.registry.find(name) if name is not None else None

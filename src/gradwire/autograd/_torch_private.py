@@ -6,7 +6,7 @@ which nodes it will execute. Torch has no public names for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "TaskWatch",
     "any_autocast",
     "current_task",
+    "has_tangent",
     "is_into_grad",
     "keeps_graph",
     "queue_callback",
@@ -45,19 +46,37 @@ _engine = _private("autograd.Variable._execution_engine")
 NO_TASK = -1
 current_task: Callable[[], int] = _private("_C._current_graph_task_id")
 """Number of the backward that runs on this thread, `NO_TASK` if none does."""
-will_execute: Callable[[Any], bool] = _private("_C._will_engine_execute_node")
-"""Whether the backward that runs here executes a node, sooner or later."""
+_will_execute: Callable[[Any], bool] = _private("_C._will_engine_execute_node")
 keeps_graph: Callable[[], bool] = _private(
     "_C._autograd._get_current_graph_task_keep_graph"
 )
 """Whether the backward that runs here retains its graph."""
 is_into_grad: Callable[[], bool] = _engine.is_checkpoint_valid
 """Whether it accumulates into ``.grad``; not so for ``autograd.grad`` and ``inputs=``."""
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that runs here executes a recv, sooner or later.
+
+    Torch also says so of a node at which it only takes a gradient, as for
+    ``autograd.grad(loss, received)``. Then it executes none of those behind it.
+    """
+    if not _will_execute(node):
+        return False
+    if is_into_grad():
+        return True
+    behind = [following for following, _ in node.next_functions]
+    return any(node is not None and _will_execute(node) for node in behind)
+
+
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Runs something at the end of the backward that runs here, if it succeeds."""
 run_engine: Callable[..., Any] = _engine.run_backward
 """What ``torch.autograd.backward`` and ``grad`` call when they have made up defaults."""
 any_autocast: Callable[[], bool] = _private("_C._is_any_autocast_enabled")
+
+_forward_ad = _private("autograd.forward_ad")
+_private("autograd.forward_ad._current_level")
 
 _top_saving_hooks: Callable[[bool], Any] = _private(
     "_C._autograd._top_saved_tensors_default_hooks"
@@ -68,6 +87,13 @@ _pop_saving_hooks: Callable[[], None] = _private(
 _push_saving_hooks: Callable[[Any, Any], None] = _private(
     "_C._autograd._push_saved_tensors_default_hooks"
 )
+
+
+def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether forward-mode differentiation is on for one of the tensors."""
+    if _forward_ad._current_level < 0:
+        return False
+    return any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 class TaskWatch:

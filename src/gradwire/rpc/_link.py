@@ -123,6 +123,10 @@ class Link:
             with self._lock:
                 self._arm(write=True)
 
+    def shed(self) -> None:
+        """See `Connection.shed`."""
+        self.connection.shed()
+
     def keep_house(self, now: float) -> None:
         """See `Connection.housekeeping`."""
         self.connection.housekeeping(now)

@@ -31,6 +31,8 @@ __all__ = ["BorrowedSegments", "LentSegments", "Mapping", "is_supported"]
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
 _IDLE_S = 30.0
 _MOST_RETURNED = 1024  # in one frame
+_SHED_BYTES = 16 << 20  # smaller segments are not worth the faults when they are filled
+_MADV_DONTNEED = 4
 
 
 def is_supported() -> bool:
@@ -51,6 +53,8 @@ def _load_libc() -> ctypes.CDLL | None:
         ctypes.c_int,
         ctypes.c_long,
     ]
+    libc.madvise.restype = ctypes.c_int
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.restype = ctypes.c_int
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return libc
@@ -77,6 +81,11 @@ class Mapping:
             raise OSError(code, os.strerror(code))
         self.address: int = address
         self.size = size
+
+    def shed(self) -> None:
+        """Forgets the pages of this process; the memory itself is the file's, and stays."""
+        if _libc is not None:
+            _libc.madvise(self.address, self.size, _MADV_DONTNEED)
 
     def __del__(self, _libc: ctypes.CDLL | None = _libc) -> None:
         if _libc is not None and hasattr(self, "address"):
@@ -162,6 +171,12 @@ class LentSegments:
             self._free_bytes -= self._all.pop(number).size
             dropped.append(number)
         return dropped
+
+    def shed(self) -> None:
+        """Forgets our pages of large segments, until they are filled again."""
+        for mapping in self._all.values():
+            if mapping.size >= _SHED_BYTES:
+                mapping.shed()
 
     def clear(self) -> None:
         """The connection is closed: forgets all segments."""

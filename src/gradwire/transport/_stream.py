@@ -597,6 +597,11 @@ class StreamConnection(Connection):
 
     # -------------------------------------------------------------- housekeeping
 
+    def shed(self) -> None:
+        if self._shares_memory:
+            with self._write_lock:
+                self._lent.shed()
+
     def housekeeping(self, now: float) -> None:
         if self._closed or not self._shares_memory:
             return

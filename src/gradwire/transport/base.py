@@ -136,6 +136,9 @@ class Connection(ABC):
     end: str | None
     """Why nothing will ever come again, or None."""
 
+    def shed(self) -> None:  # noqa: B027 - most have nothing to shed
+        """Something long begins: keep no memory only because it may be used again."""
+
     @abstractmethod
     def housekeeping(self, now: float) -> None:
         """Returns borrowed memory to the peer, drops what was unused for long.
