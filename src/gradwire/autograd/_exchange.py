@@ -620,7 +620,7 @@ class Exchange:
         try:
             self.agent.send(self.agent.network.find(rank), outgoing, hold=hold)
         except GradwireError as error:
-            return error
+            return error.with_traceback(None)  # it holds the frames of our callers
         return None
 
     def counts(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def admit(
         instructions += [
             TellNone(recv.peer, pass_.id, recv.number, is_last=not retain)
             for recv in run.recvs
-            if not _is_reached(recv, task)
+            if not _is_reached(recv, message, task)
         ]
     queue_callback(_PlainEnd(exchange, side, run))
     return run, instructions
@@ -185,9 +185,10 @@ class _PlainEnd:
         self._exchange.end_failed(self._side, self._run)
 
 
-def _is_reached(recv: Received, task: int) -> bool:
+def _is_reached(recv: Received, running: ReceivedMessage, task: int) -> bool:
     """Whether the running backward executes a recv, now or later."""
     node = recv.node()
     if node is None or node.message.passed_over_in == task:
         return False
-    return will_execute(node)
+    # Of the one that runs torch says no, if it is the root.
+    return node.message is running or will_execute(node)
