@@ -57,8 +57,9 @@ unit: $(READY) ## tests without worker processes
 demo: $(READY) ## three workers that call each other
 	$(BIN)/python examples/hello.py
 
-bench: $(READY) ## latency and throughput of remote calls
+bench: $(READY) ## remote calls and backwards through them, beside those of torch
 	$(BIN)/python benchmarks/rpc.py
+	$(BIN)/python benchmarks/autograd.py
 
 format: $(READY) ## rewrite the sources in house style
 	$(BIN)/ruff check --fix .

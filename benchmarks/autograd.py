@@ -19,44 +19,33 @@ cost of a context grows with the number of calls in it, as a table and as a plot
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
-import multiprocessing
 import os
 import shlex
-import signal
 import statistics
 import sys
 import tempfile
 import textwrap
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # for a start as a script
 
+from benchmarks import autograd_work as work
 from benchmarks import plots
 from benchmarks import rpc as calls
+from benchmarks.workers import Group, start_quickly
 
 # Torch is imported by the workers only.
 
 SYSTEMS = calls.SYSTEMS
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("calls", "local", "growth")
-LOST_AFTER_S = 600.0  # workers that are stopped must not be taken for lost
 
-BATCH, WIDTH, NUM_CALLS = 32, 256, 10
-# The layers of the pipeline: the first three numbers are stage 1, the others stage 2.
-LAYERS = (784, 512, 512, 512, 10)
-MICRO_BATCHES, MICRO_BATCH = 8, 16
-LOCAL_STEPS, LOCAL_SIZE, LOCAL_LEAVES = 1000, 16, 10
 LOCAL_BAR, LOCAL_AIM = 10.0, 3.0  # percent
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 FIT_FROM = 10  # with fewer calls the fixed costs of a pass show
@@ -101,7 +90,7 @@ ITEMS = (
     ),
     Item(
         "chain",
-        f"chain of {NUM_CALLS} hops",
+        f"chain of {work.NUM_CALLS} hops",
         "ms",
         1e3,
         bar=2.5,
@@ -111,7 +100,7 @@ ITEMS = (
     ),
     Item(
         "parallel",
-        f"{NUM_CALLS} parallel calls",
+        f"{work.NUM_CALLS} parallel calls",
         "ms",
         1e3,
         bar=3,
@@ -121,7 +110,7 @@ ITEMS = (
     ),
     Item(
         "pipeline",
-        f"pipeline, {MICRO_BATCHES} micro-batches",
+        f"pipeline, {work.MICRO_BATCHES} micro-batches",
         "ms",
         1e3,
         bar=1.5,
@@ -145,404 +134,64 @@ FORMS = {
 }
 
 
-# --------------------------------------------------------------- what is called remotely
-
-_library: Library
-
-
-@functools.cache
-def _modules() -> dict[str, Any]:
-    """The same on every worker."""
-    import torch
-    from torch import nn
-
-    torch.manual_seed(5)
-    one, two, three, four, five = LAYERS
-    return {
-        "linear": nn.Linear(WIDTH, WIDTH),
-        "stage1": nn.Sequential(
-            nn.Linear(one, two), nn.ReLU(), nn.Linear(two, three), nn.ReLU()
-        ),
-        "stage2": nn.Sequential(
-            nn.Linear(three, four), nn.ReLU(), nn.Linear(four, five)
-        ),
-    }
-
-
-def linear(x: Any) -> Any:
-    return _modules()["linear"](x)
-
-
-def scale(x: Any) -> Any:
-    return x * 1.0
-
-
-def stage1(x: Any) -> Any:
-    """The first stage hands its activations to the second one, which replies to it."""
-    return _library.rpc.rpc_sync("w2", stage2, args=(_modules()["stage1"](x),))
-
-
-def stage2(x: Any) -> Any:
-    return _modules()["stage2"](x)
-
-
-# ------------------------------------------------------------------ inside the processes
-
-
-@dataclass(frozen=True)
-class Library:
-    """What both systems offer under the same names."""
-
-    name: str
-    rpc: Any
-    autograd: Any
-
-
-class Programs:
-    """What worker 0 does: one method for each piece of work, and what it returns."""
-
-    def __init__(self, library: Library) -> None:
-        import torch
-
-        self._rpc, self._autograd = library.rpc, library.autograd
-        self._has_plain_backward = library.name != "torch"
-        torch.manual_seed(7)
-        self._x = torch.randn(BATCH, WIDTH, requires_grad=True)
-        self._inputs = torch.randn(MICRO_BATCHES, MICRO_BATCH, LAYERS[0])
-        self._targets = torch.randint(LAYERS[-1], (MICRO_BATCHES, MICRO_BATCH))
-
-    def one_hop(self) -> Any:
-        with self._autograd.context() as ctx:
-            loss = self._rpc.rpc_sync("w1", linear, args=(self._x,)).sum()
-            self._autograd.backward(ctx, [loss])
-            return self._autograd.get_gradients(ctx)[self._x]
-
-    def one_hop_plain(self) -> Any:
-        if not self._has_plain_backward:
-            return self.one_hop()
-        self._x.grad = None
-        self._rpc.rpc_sync("w1", linear, args=(self._x,)).sum().backward()
-        return self._x.grad
-
-    def chain(self) -> Any:
-        with self._autograd.context() as ctx:
-            y = self._x
-            for _ in range(NUM_CALLS):
-                y = self._rpc.rpc_sync("w1", linear, args=(y,))
-            self._autograd.backward(ctx, [y.sum()])
-            return self._autograd.get_gradients(ctx)[self._x]
-
-    def parallel(self) -> Any:
-        with self._autograd.context() as ctx:
-            futures = [
-                self._rpc.rpc_async("w1", linear, args=(self._x,))
-                for _ in range(NUM_CALLS)
-            ]
-            loss = sum(future.wait().sum() for future in futures)
-            self._autograd.backward(ctx, [loss])
-            return self._autograd.get_gradients(ctx)[self._x]
-
-    def pipeline(self) -> Any:
-        with self._autograd.context() as ctx:
-            futures = [
-                self._rpc.rpc_async("w1", stage1, args=(x,)) for x in self._inputs
-            ]
-            loss = self._loss([future.wait() for future in futures])
-            self._autograd.backward(ctx, [loss])
-            return self._rpc.rpc_sync("w1", read_gradient, args=(int(ctx),))
-
-    def _loss(self, outputs: list[Any]) -> Any:
-        from torch.nn.functional import cross_entropy
-
-        losses = map(cross_entropy, outputs, self._targets)
-        return sum(losses) / MICRO_BATCHES
-
-    def check(self, key: str) -> None:
-        """Compares what a piece of work returns with what one process computes."""
-        import torch
-
-        found = getattr(self, key)()
-        torch.testing.assert_close(found, self._expect(key), rtol=1e-4, atol=1e-6)
-
-    def _expect(self, key: str) -> Any:
-        import torch
-
-        modules = _modules()
-        if key == "pipeline":
-            outputs = [modules["stage2"](modules["stage1"](x)) for x in self._inputs]
-            (gradient,) = torch.autograd.grad(
-                self._loss(outputs), [modules["stage1"][0].bias]
-            )
-            return gradient
-        y = self._x
-        for _ in range(NUM_CALLS if key == "chain" else 1):
-            y = modules["linear"](y)
-        (gradient,) = torch.autograd.grad(y.sum(), self._x)
-        return gradient * (NUM_CALLS if key == "parallel" else 1)
-
-
-def read_gradient(context_id: int) -> Any:
-    """The smallest gradient of stage 1; a step ends when it is known."""
-    gradients = _library.autograd.get_gradients(context_id)
-    return gradients[_modules()["stage1"][0].bias]
-
-
-class LocalGraph:
-    """A graph of 2,000 small nodes on one worker, built anew for each backward."""
-
-    def __init__(self, library: Library) -> None:
-        import torch
-
-        self._rpc, self._autograd = library.rpc, library.autograd
-        torch.manual_seed(9)
-        size = (LOCAL_SIZE, LOCAL_SIZE)
-        self._leaves = [
-            (torch.randn(size) / math.sqrt(LOCAL_SIZE)).requires_grad_()
-            for _ in range(LOCAL_LEAVES)
-        ]
-        self._start = torch.randn(size)
-        self._tiny = torch.ones(4, requires_grad=True)
-
-    def _build(self) -> Any:
-        import torch
-
-        y = self._start
-        for i in range(LOCAL_STEPS):
-            y = torch.tanh(y @ self._leaves[i % LOCAL_LEAVES])
-        return y.sum()
-
-    def count_nodes(self) -> int:
-        root = self._build().grad_fn
-        seen, stack = {root}, [root]
-        while stack:
-            for node, _ in stack.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-        return len(seen)
-
-    def time_backward(self, key: str) -> tuple[float, list[Any]]:
-        """The time of one backward, and the gradients of the leaves."""
-        for leaf in self._leaves:
-            leaf.grad = None
-        loss = self._build()
-        if key == "plain":
-            start = time.perf_counter()
-            loss.backward()
-            return time.perf_counter() - start, [leaf.grad for leaf in self._leaves]
-        destination, _, has_call = key.partition("_")
-        start = time.perf_counter()
-        with self._autograd.context(accumulate=destination) as ctx:
-            if has_call:
-                result = self._rpc.rpc_sync("w1", scale, args=(self._tiny,))
-                loss = loss + result.sum()
-                start = time.perf_counter()  # the call's own time is not added cost
-            self._autograd.backward(ctx, [loss])
-            taken = time.perf_counter() - start
-            gradients = self._autograd.get_gradients(ctx)
-            if not has_call:
-                start = time.perf_counter()
-        if not has_call:
-            taken += time.perf_counter() - start  # leaving the context counts
-        if destination == "grad":
-            return taken, [leaf.grad for leaf in self._leaves]
-        return taken, [gradients[leaf] for leaf in self._leaves]
-
-    def measure(self, num: int) -> dict[str, list[float]]:
-        """Alternates between a plain backward and the others."""
-        import torch
-
-        _, expected = self.time_backward("plain")
-        for key in LOCAL_ITEMS:
-            _, found = self.time_backward(key)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-        samples: dict[str, list[float]] = {}
-        for number in range(num):
-            keys = ["plain", *LOCAL_ITEMS]
-            turn = number % len(keys)
-            for key in keys[turn:] + keys[:turn]:
-                taken, _ = self.time_backward(key)
-                samples.setdefault(key, []).append(taken)
-        return samples
-
-
-def measure_growth(
-    library: Library, form: str, counts: Sequence[int]
-) -> dict[int, dict[str, float]]:
-    """The times of contexts with more and more calls; medians for small numbers."""
-    for _ in range(3):
-        _time_context(library, form, FIT_FROM)
-    found = {}
-    for count in counts:
-        times = [_time_context(library, form, count) for _ in range(1 + 20 // count)]
-        found[count] = {
-            part: statistics.median(time[part] for time in times) for part in times[0]
-        }
-    return found
-
-
-def _time_context(library: Library, form: str, num_calls: int) -> dict[str, float]:
-    """The times of the three parts of a context with a number of tiny calls."""
-    import torch
-
-    x = torch.ones(4, requires_grad=True)
-    call, autograd = library.rpc.rpc_sync, library.autograd
-    with autograd.context() as ctx:
-        start = time.perf_counter()
-        if form == "in_a_row":
-            y = x
-            for _ in range(num_calls):
-                y = call("w1", scale, args=(y,))
-            loss, expected = y.sum(), 1.0
-        else:
-            results = [call("w1", scale, args=(x,)) for _ in range(num_calls)]
-            loss, expected = torch.stack(results).sum(), float(num_calls)
-        forward = time.perf_counter()
-        autograd.backward(ctx, [loss])
-        backward = time.perf_counter()
-        gradient = autograd.get_gradients(ctx)[x]
-        read = time.perf_counter()
-    left = time.perf_counter()
-    if gradient.tolist() != [expected] * 4:
-        raise AssertionError(f"{num_calls} calls {form} had the gradient {gradient}")
-    return {
-        "forward": forward - start,
-        "backward": backward - forward,
-        "release": left - read,
-    }
-
-
-def _init(system: str, rank: int, world: int, store: str) -> Library:
-    if system == "torch":
-        from torch.distributed import autograd as torch_autograd
-        from torch.distributed import rpc as torch_rpc
-
-        # It warns about its own use of its own process groups.
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.*")
-        torch_rpc.init_rpc(
-            f"w{rank}",
-            rank=rank,
-            world_size=world,
-            rpc_backend_options=torch_rpc.TensorPipeRpcBackendOptions(
-                init_method=store
-            ),
-        )
-        return Library(system, torch_rpc, torch_autograd)
-    from gradwire import autograd, rpc
-
-    rpc.init_rpc(
-        f"w{rank}",
-        rank,
-        world,
-        rpc.RpcBackendOptions(init_method=store, lost_after=LOST_AFTER_S),
-    )
-    return Library(system, rpc, autograd)
-
-
-def _orders(library: Library) -> dict[str, Callable[..., Any]]:
-    """What worker 0 can be asked to do."""
-    programs, graph = Programs(library), LocalGraph(library)
-    return {
-        "check": programs.check,
-        "measure": lambda key, num: calls._time_each(getattr(programs, key), num),
-        "count_nodes": graph.count_nodes,
-        "local": graph.measure,
-        "growth": functools.partial(measure_growth, library),
-    }
-
-
-def _serve(system: str, rank: int, world: int, store: str, pipe: Connection) -> None:
-    """A worker: does what comes through the pipe, sleeps in between."""
-    global _library
-    calls._die_with_parent()
-    try:
-        import torch
-
-        torch.set_num_threads(1)
-        _modules()
-        _library = _init(system, rank, world, store)
-        orders = _orders(_library)
-        pipe.send(("ready", None))
-        while (order := pipe.recv()) is not None:
-            pipe.send(("result", orders[order[0]](*order[1:])))
-        _library.rpc.shutdown()
-        pipe.send(("stopped", None))
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-
-
 # --------------------------------------------------------------------- in this process
 
 
-class Group(calls.System):
-    """Some workers of one system."""
+class Groups:
+    """All workers. Only one group runs at a time, the others are stopped."""
 
-    def __init__(self, name: str, world: int, folder: str) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.name = f"{name} ({world} workers)"
-        self._is_stopping = False
-        self._pipes = []
-        self._processes = []
-        store = f"file://{folder}/{name}{world}"
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(name, rank, world, store, theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+    def __init__(self, wanted: list[tuple[str, int]], folder: str) -> None:
+        self._groups: dict[tuple[str, int], Group] = {}
+        try:
+            # One after the other: idle workers of torch slow down the start of others.
+            for system, world in wanted:
+                group = self._groups[system, world] = Group(system, world, folder)
+                group.wait_until_ready()
+                for rank in range(world):
+                    group.ask(rank, work.prepare)
+                group.pause()
+        except BaseException:
+            self.kill()
+            raise
 
-    def wait_until_ready(self) -> None:
-        for rank in range(len(self._pipes)):
-            self._receive(rank, calls.START_S)
-
-    def ask(self, *order: Any) -> Any:
-        """Lets worker 0 do something; before and after, the workers are stopped."""
-        self._signal(signal.SIGCONT)
-        self._pipes[0].send(order)
-        result = self._receive(0, calls.SLICE_S)
-        self.pause()
+    def ask(self, system: str, world: int, function: Any, *args: Any) -> Any:
+        """Lets worker 0 of the smallest group with so many workers do something."""
+        size = min(n for name, n in self._groups if name == system and n >= world)
+        group = self._groups[system, size]
+        group.resume()
+        result = group.ask(0, function, *args)
+        group.pause()
         return result
 
+    def ask_us(self, function: Any, *args: Any) -> Any:
+        """Lets worker 0 of the pair of gradwire do something."""
+        return self.ask("gradwire", 2, function, *args)
+
     def stop(self) -> None:
-        self._signal(signal.SIGCONT)
-        self._is_stopping = True
-        try:
-            for pipe in self._pipes:
-                pipe.send(None)
-            for rank in range(len(self._pipes)):
-                self._receive(rank, calls.STOP_S)
-        finally:
-            self.kill()
+        for group in self._groups.values():
+            group.stop()
 
-
-Groups = dict[tuple[str, int], Group]  # by system and number of workers
+    def kill(self) -> None:
+        for group in self._groups.values():
+            group.kill()
 
 
 @contextmanager
 def _running(wanted: list[tuple[str, int]]) -> Iterator[Groups]:
-    groups: Groups = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
+        groups = Groups(wanted, folder)
         try:
-            # One after the other: idle workers of torch slow down the start of others.
-            for name, world in wanted:
-                group = groups[name, world] = Group(name, world, folder)
-                group.wait_until_ready()
-                group.pause()
             yield groups
-            for group in groups.values():
-                group.stop()
+            groups.stop()
         finally:
-            for group in groups.values():
-                group.kill()
+            groups.kill()
 
 
-def choose_groups(parts: list[str]) -> list[tuple[str, int]]:
+def choose_groups(parts: list[str], quick: bool) -> list[tuple[str, int]]:
     if "calls" not in parts:
         return [("gradwire", 2)]
-    return [(name, world) for world in (2, 3) for name in SYSTEMS]
+    # A third worker that idles while two are measured would cost torch time.
+    return [(name, world) for world in ((3,) if quick else (2, 3)) for name in SYSTEMS]
 
 
 def run(parts: list[str], num_rounds: int, quick: bool) -> dict[str, Any]:
@@ -552,22 +201,22 @@ def run(parts: list[str], num_rounds: int, quick: bool) -> dict[str, Any]:
         "local": [],
         "growth": [],
     }
-    with _running(choose_groups(parts)) as groups:
-        ours = groups["gradwire", 2]
+    with _running(choose_groups(parts, quick)) as groups:
         if "calls" in parts:  # connections, imports, first pages
             for item in ITEMS:
                 for name in SYSTEMS:
-                    groups[name, item.world].ask("check", item.key)
+                    groups.ask(name, item.world, work.check, item.key)
         if "local" in parts:
-            samples["num_nodes"] = ours.ask("count_nodes")
+            samples["num_nodes"] = groups.ask_us(work.count_nodes)
         for number in range(num_rounds):
             if "calls" in parts:
                 _run_calls(groups, number, quick, samples["calls"])
             if "local" in parts:
-                samples["local"].append(ours.ask("local", 1 if quick else 4))
+                new = groups.ask_us(work.measure_local, 1 if quick else 4)
+                samples["local"].append(new)
             # A third of the rounds is enough here, and takes long enough.
             if "growth" in parts and number % 3 == 0:
-                samples["growth"].append(_run_growth(ours, quick))
+                samples["growth"].append(_run_growth(groups, quick))
     return samples
 
 
@@ -578,13 +227,16 @@ def _run_calls(
     for item in ITEMS:
         num = item.num_quick if quick else item.num
         for name in order:
-            new = groups[name, item.world].ask("measure", item.key, num)
+            new = groups.ask(name, item.world, work.measure, item.key, num)
             samples[name][item.key].append(new)
 
 
-def _run_growth(ours: Group, quick: bool) -> dict[str, dict[int, dict[str, float]]]:
+Sweep = dict[str, dict[int, dict[str, float]]]  # by form, number of calls, part
+
+
+def _run_growth(groups: Groups, quick: bool) -> Sweep:
     counts = COUNTS[: COUNTS.index(50) + 1] if quick else COUNTS
-    return {form: ours.ask("growth", form, counts) for form in FORMS}
+    return {form: groups.ask_us(work.measure_growth, form, counts) for form in FORMS}
 
 
 # ------------------------------------------------------------------------- the numbers
@@ -662,12 +314,10 @@ def _added(plain: list[float], ours: list[float]) -> float:
     return 100 * (statistics.median(ours) / statistics.median(plain) - 1)
 
 
-def _summarise_growth(
-    sweeps: list[dict[str, dict[int, dict[str, float]]]],
-) -> dict[str, Any]:
-    forms = []
+def _summarise_growth(sweeps: list[Sweep]) -> dict[str, Any]:
+    forms: list[dict[str, Any]] = []
     for form, text in FORMS.items():
-        rows = [
+        rows: list[dict[str, Any]] = [
             {
                 "calls": count,
                 **{
@@ -729,14 +379,14 @@ LOCAL_HEADINGS = (
 GROWTH_HEADINGS = ("calls", "forward", "each", "backward", "each", "release", "each")
 
 CALL_NOTE = (
-    f"One hop: a context, a remote {WIDTH}x{WIDTH} linear on a {BATCH}x{WIDTH} batch that "
-    "needs a gradient itself, backward, the gradient. Without a context it is compared with "
-    "torch's explicit one. Chain: each result is the argument of the next call. Pipeline: "
-    f"an MLP of {'-'.join(map(str, LAYERS))} in two stages on two workers, the "
-    f"{MICRO_BATCHES} micro-batches of {MICRO_BATCH} in flight at once, the loss on a third "
-    "worker. Times are medians over all rounds; p99 is what 99 of 100 samples reach or "
-    "better. The ratio is that of the medians, torch / gradwire; 'by round' is the median "
-    "of the ratios of the single rounds."
+    f"One hop: a context, a remote {work.WIDTH}x{work.WIDTH} linear on a batch of "
+    f"{work.BATCH} that needs a gradient itself, backward, the gradient. Without a context "
+    "it is compared with torch's explicit one. Chain: each result is the argument of the "
+    f"next call. Pipeline: an MLP of {'-'.join(map(str, work.LAYERS))} in two stages on two "
+    f"workers, {work.MICRO_BATCHES} micro-batches of {work.MICRO_BATCH} in flight at once, "
+    "the loss on a third worker. Times are medians over all rounds; p99 is what 99 of 100 "
+    "samples reach or better. The ratio is that of the medians, torch / gradwire; 'by "
+    "round' is the median of the ratios of the single rounds."
 )
 LOCAL_NOTE = (
     "Backward of a graph of {num_nodes} nodes on one worker, plain and as a pass, in turns. "
@@ -754,9 +404,9 @@ GROWTH_NOTE = (
 )
 
 
-def _verdict(item: dict[str, Any]) -> str:
+def _verdict(item: dict[str, Any], failure: str) -> str:
     if not item["bar_is_met"]:
-        return "below the bar"
+        return failure
     return "aim met" if item["aim_is_met"] else "bar met"
 
 
@@ -775,7 +425,7 @@ def make_call_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{item['ratio_by_round']:.2f}x",
                 f"{item['bar']:g}x",
                 "-" if item["aim"] is None else f"{item['aim']:g}x",
-                _verdict(item),
+                _verdict(item, "below the bar"),
             )
         )
     return rows
@@ -791,7 +441,7 @@ def make_local_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{item['added_percent_by_round']:.1f} %",
             f"{item['bar']:g} %",
             f"{item['aim']:g} %",
-            _verdict(item),
+            _verdict(item, "over the bar"),
         )
         for item in result["local"]["items"]
     ]
@@ -863,7 +513,7 @@ def _format_table(
     return "\n".join([*lines, "", *textwrap.wrap(note, 100)])
 
 
-def format_report(result: dict[str, Any], plot: str | None) -> str:
+def format_report(result: dict[str, Any], plot: Path | None) -> str:
     """The tables as a page for the folder of results."""
     run_ = result["run"]
     versions = ", ".join(f"{k} {v}" for k, v in run_["versions"].items())
@@ -887,7 +537,7 @@ def format_report(result: dict[str, Any], plot: str | None) -> str:
             *textwrap.wrap(note, 100),
         ]
     if plot is not None:
-        lines += ["", f"![How cost grows with the number of calls]({plot})"]
+        lines += ["", f"![How cost grows with the number of calls]({plot.name})"]
     return "\n".join([*lines, ""])
 
 
@@ -936,7 +586,7 @@ def save(result: dict[str, Any]) -> list[Path]:
         plot = stem.with_suffix(".svg")
         plot.write_text(make_plot(result["growth"]))
         written.append(plot)
-    written[0].write_text(format_report(result, plot and plot.name))
+    written[0].write_text(format_report(result, plot))
     written[1].write_text(json.dumps(result, indent=1) + "\n")
     return written
 
@@ -959,6 +609,8 @@ def main(arguments: list[str]) -> None:
     num_rounds = options.rounds or (2 if options.quick else 24)
     parts = list(PARTS) if options.only is None else [options.only]
     os.environ["OMP_NUM_THREADS"] = "1"  # for the workers, which inherit it
+    if options.quick:
+        start_quickly()
 
     samples = run(parts, num_rounds, options.quick)
     result = {"run": describe_run(arguments, num_rounds), **summarise(samples)}

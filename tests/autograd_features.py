@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import threading
+import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-import api_functions as api
+import leaks
+import worker_process
 from gradwire import autograd, rpc
 from gradwire.errors import UnknownContext
 
@@ -50,8 +53,12 @@ PLAIN = "plain"
 MODES = [BARE, DICT, GRAD, PLAIN]
 INTO_GRAD = [BARE, GRAD, PLAIN]
 IN_CONTEXT = [DICT, GRAD, PLAIN]
+TWO_MODES = [BARE, DICT]
+"""Where the mode makes little difference."""
 
 TOLERANCE = 1e-10
+SETTLE_S = 5.0
+POLL_S = 0.001
 
 
 # --------------------------------------------------------------------- what a worker has
@@ -69,6 +76,7 @@ class Notebook:
 _book = Notebook()
 _lock = threading.Lock()  # guards the notes, which hooks on any thread make
 _is_local = False  # the program runs in one process
+_is_dirty = False  # a program failed, and its error may keep things alive
 
 
 def leaf(
@@ -82,9 +90,9 @@ def leaf(
     if name not in _book.leaves:
         if data is None:
             data = numbers(name, *shape, dtype=dtype)
-        _book.leaves[name] = (
-            torch.nn.Parameter(data) if parameter else data.requires_grad_()
-        )
+        made = torch.nn.Parameter(data) if parameter else data.requires_grad_()
+        # Several callers may be the first.
+        _book.leaves.setdefault(name, made)
     return _book.leaves[name]
 
 
@@ -118,6 +126,9 @@ def kept(name: str) -> Any:
 
 
 def reset() -> None:
+    """Forgets all; a gradient with a history of its own refers to its leaf."""
+    for tensor in _book.leaves.values():
+        tensor.grad = None
     _book.leaves.clear()
     _book.notes.clear()
     _book.kept.clear()
@@ -125,9 +136,10 @@ def reset() -> None:
 
 @dataclass
 class Report:
-    """What a worker has after a program: gradients by leaf, and notes."""
+    """What a worker has after a program: gradients by leaf, their strides, and notes."""
 
     gradients: dict[str, Tensor | None]
+    strides: dict[str, tuple[int, ...]]
     notes: dict[str, list[Any]]
 
 
@@ -141,14 +153,18 @@ def report(context: int | None) -> Report:
         if context is not None and tensor.grad is not None:
             raise AssertionError(f"the .grad of {name} was touched")
     gradients: dict[str, Tensor | None] = {}
+    strides = {}
+    memory: dict[int, str] = {}
     for name, tensor in _book.leaves.items():
         gradient = tensor.grad if context is None else found.get(tensor)
         gradients[name] = None if gradient is None else gradient.detach()
-    return Report(gradients, dict(_book.notes))
-
-
-def debug_info() -> dict[str, Any]:
-    return autograd.get_debug_info()
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        strides[name] = gradient.stride()
+        if gradient.numel() > 0:
+            other = memory.setdefault(gradient.untyped_storage().data_ptr(), name)
+            assert other == name, f"the gradients of {name} and {other} share memory"
+    return Report(gradients, strides, dict(_book.notes))
 
 
 def is_idle() -> bool:
@@ -219,9 +235,7 @@ class Session:
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any
     ) -> tuple[Any, ...]:
         if self.context is not None and self.mode != PLAIN:
-            return autograd.grad(
-                self.context, outputs, inputs, grad_outputs, **options
-            )
+            return autograd.grad(self.context, outputs, inputs, grad_outputs, **options)
         return torch.autograd.grad(outputs, inputs, grad_outputs, **options)
 
     def gradient(self, tensor: Tensor) -> Tensor:
@@ -267,11 +281,12 @@ def run_on_workers(program: Program, mode: str) -> Report:
         program(ours)
         context = ours.context if mode == DICT else None
         reports = [rpc.rpc_sync(worker, report, args=(context,)) for worker in WORKERS]
-    whole = Report({}, {})
+    whole = Report({}, {}, {})
     for part in reports:
         twice = whole.gradients.keys() & part.gradients.keys()
         assert not twice, f"{twice} exist on several workers"
         whole.gradients.update(part.gradients)
+        whole.strides.update(part.strides)
         for key, values in part.notes.items():
             whole.notes.setdefault(key, []).extend(values)
     return whole
@@ -281,16 +296,39 @@ def settle() -> None:
     """Waits until no worker has anything of a pass or context any more."""
     for worker in WORKERS:
         rpc.rpc_sync(worker, reset)
+    deadline = time.monotonic() + SETTLE_S
     for worker in WORKERS:
-        try:
-            api.wait_until(lambda to=worker: rpc.rpc_sync(to, is_idle), 5.0)
-        except AssertionError:
-            left = rpc.rpc_sync(worker, debug_info)
-            raise AssertionError(f"left on {worker}: {left}") from None
+        while not rpc.rpc_sync(worker, is_idle):
+            if time.monotonic() > deadline:
+                left = rpc.rpc_sync(worker, autograd.get_debug_info)
+                raise AssertionError(f"left on {worker}: {left}")
+            time.sleep(POLL_S)
+
+
+def collect() -> None:
+    """Runs the cyclic collector on all workers."""
+    for worker in WORKERS:
+        rpc.rpc_sync(worker, reset)
+        rpc.rpc_sync(worker, gc.collect)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No cyclic collector here, and nothing that an earlier failure has left behind."""
+    global _is_dirty
+    if _is_dirty:
+        collect()
+    _is_dirty = True
+    gc.disable()
+    try:
+        yield
+        _is_dirty = False
+    finally:
+        gc.enable()
 
 
 def check(
-    program: Program, mode: str, *, exact: bool = True, settles: bool = True
+    program: Program, mode: str, *, exact: bool = True, has_cycles: bool = False
 ) -> Report:
     """Runs a program both ways and compares; returns what it gave on the workers.
 
@@ -299,17 +337,15 @@ def check(
         mode: How it runs on workers.
         exact: Gradients must be equal bit by bit; else, where the order of additions is
             not fixed, within `TOLERANCE`.
-        settles: Afterwards nothing may be left, without the cyclic collector's help.
+        has_cycles: The program makes reference cycles, so that only the cyclic collector
+            can free what it used. Else nothing may be left also without its help.
     """
     expected = run_locally(program)
-    gc.collect()
-    gc.disable()
-    try:
+    with undisturbed():
         found = run_on_workers(program, mode)
-        if settles:
-            settle()
-    finally:
-        gc.enable()
+        if has_cycles:
+            collect()
+        settle()
     compare(found, expected, exact=exact)
     return found
 
@@ -318,6 +354,7 @@ def compare(found: Report, expected: Report, *, exact: bool = True) -> None:
     assert found.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         assert_same(found.gradients[name], gradient, f"gradient of {name}", exact)
+    assert found.strides == expected.strides
     assert found.notes.keys() == expected.notes.keys()
     for key, values in expected.notes.items():
         assert_same(found.notes[key], values, f"note {key}", exact)
@@ -470,9 +507,9 @@ def get_twice(name: str, *shape: int) -> dict[str, Tensor]:
     return {"once": weight, "again": weight}
 
 
-def make_linear(name: str, *sizes: int) -> torch.nn.Linear:
+def make_linear(name: str, num_in: int, num_out: int) -> torch.nn.Linear:
     """A module with known values."""
-    module = torch.nn.Linear(*sizes, dtype=torch.float64)
+    module = torch.nn.Linear(num_in, num_out, dtype=torch.float64)
     with torch.no_grad():
         for key, parameter in module.named_parameters():
             parameter.copy_(numbers(f"{name}.{key}", *parameter.shape))
@@ -497,13 +534,13 @@ def _two_layers(x: Tensor, name: str) -> Tensor:
 # compiled
 
 
-def run_compiled(x: Tensor, name: str, backend: str) -> Tensor:
+def run_compiled(x: Tensor, name: str) -> Tensor:
     """A compiled module of this worker."""
     if name not in _book.kept:
         module = make_linear(name, 3, 3)
         for key, parameter in module.named_parameters():
             adopt(f"{name}.{key}", parameter)
-        keep(name, torch.compile(module, backend=backend))
+        keep(name, torch.compile(module, backend="aot_eager"))
     result: Tensor = torch.tanh(kept(name)(x))
     return result
 
@@ -650,3 +687,521 @@ class ProductInBackward(torch.autograd.Function):
 def product_in_backward(x: Tensor) -> Tensor:
     result: Tensor = ProductInBackward.apply(x)  # type: ignore[no-untyped-call]
     return result
+
+
+# hooks
+
+
+def hooked(x: Tensor, name: str, kind: str) -> Tensor:
+    """Work with hooks of all kinds on what arrived, on the way, and on a leaf."""
+    weight = leaf(name, *x.shape)
+    if kind == "argument":
+        x.register_hook(functools.partial(_see, name))
+    y = x.sin() * weight
+    if kind == "way":
+        y.register_hook(functools.partial(_see, name))
+    if kind == "leaf":
+        weight.register_hook(functools.partial(_see, name))
+    if kind == "result":
+        result = y.exp()
+        result.register_hook(functools.partial(_see, name))
+        return result
+    return y.exp()
+
+
+def _see(name: str, gradient: Tensor) -> Tensor:
+    """A hook that writes down what it sees and changes it."""
+    note(f"hook of {name}", gradient)
+    return gradient * 2
+
+
+def see_quietly(name: str, gradient: Tensor) -> None:
+    note(f"hook of {name}", gradient)
+
+
+def retaining(x: Tensor, name: str) -> Tensor:
+    """Keeps the gradients of tensors that are no leaves, see `read_retained`."""
+    y = scale(x, name)
+    x.retain_grad()
+    y.retain_grad()
+    keep("argument", x)
+    keep("on the way", y)
+    return y * y
+
+
+def read_retained() -> list[Tensor]:
+    found = [kept("argument").grad, kept("on the way").grad]
+    _book.kept.clear()
+    return found
+
+
+def accumulator_of(tensor: Tensor) -> Any:
+    """The node that adds to .grad."""
+    view: Any = tensor.view_as(tensor).grad_fn
+    return view.next_functions[0][0]
+
+
+def hook_accumulator(x: Tensor, name: str, kind: str) -> Tensor:
+    """Hooks where gradients are added to .grad."""
+    weight = leaf(name, *x.shape)
+    node = accumulator_of(weight)
+    if kind == "hook":
+        node.register_hook(functools.partial(_after_accumulation, name))
+    elif kind == "prehook":
+        node.register_prehook(functools.partial(_before_accumulation, name))
+    else:
+        weight.register_post_accumulate_grad_hook(functools.partial(_read_grad, name))
+    keep(f"accumulator of {name}", node)
+    return x * weight
+
+
+def _after_accumulation(name: str, inputs: Any, outputs: Any) -> None:
+    note(f"added to {name}", outputs[0])
+
+
+def _before_accumulation(name: str, gradients: Any) -> Any:
+    note(f"about to be added to {name}", gradients[0])
+    return (gradients[0] * 2,)
+
+
+def _read_grad(name: str, tensor: Tensor) -> None:
+    note(f"grad of {name}", tensor.grad)
+
+
+def step_in_backward(x: Tensor, name: str) -> Tensor:
+    """An optimiser step as soon as a gradient is there."""
+    weight = leaf(name, *x.shape)
+    if not weight._backward_hooks and not kept_or_none(name):
+        keep(name, weight.register_post_accumulate_grad_hook(_step))
+    return x * weight
+
+
+def kept_or_none(name: str) -> Any:
+    return _book.kept.get(name)
+
+
+def _step(weight: Tensor) -> None:
+    assert weight.grad is not None
+    with torch.no_grad():
+        weight -= 0.5 * weight.grad
+    weight.grad = None
+
+
+def value_of(name: str) -> Tensor:
+    return leaf(name).detach().clone()
+
+
+def hook_several(x: Tensor, name: str) -> Tensor:
+    """A hook that waits for the gradients of several tensors."""
+    y, z = scale(x, f"{name} 1"), scale(x.sin(), f"{name} 2")
+    torch.autograd.graph.register_multi_grad_hook(
+        (y, z), functools.partial(_see_several, name)
+    )
+    return y * z
+
+
+def _see_several(name: str, gradients: Sequence[Tensor | None]) -> None:
+    for gradient in gradients:
+        note(f"several of {name}", gradient)
+
+
+def hook_node(x: Tensor, name: str) -> Tensor:
+    """Hooks on a node of the graph."""
+    y = scale(x, name)
+    node: Any = y.grad_fn
+    node.register_prehook(functools.partial(_before_node, name))
+    node.register_hook(functools.partial(_after_node, name))
+    return y
+
+
+def _before_node(name: str, gradients: Any) -> Any:
+    note(f"node of {name}", gradients[0])
+    return (gradients[0] * 3,)
+
+
+def _after_node(name: str, inputs: Any, outputs: Any) -> Any:
+    note(f"node of {name}", inputs[0])
+    return (inputs[0] * 5, *inputs[1:])
+
+
+def queueing(x: Tensor, name: str) -> Tensor:
+    """A hook that asks to be called back at the end of the backward."""
+    y = scale(x, name)
+    y.register_hook(functools.partial(_queue, name))
+    return y
+
+
+def _queue(name: str, gradient: Tensor) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(functools.partial(_at_the_end, name))
+
+
+def _at_the_end(name: str) -> None:
+    weight = leaf(name)
+    note(f"at the end {name}", weight.grad)
+
+
+def calling_in_backward(x: Tensor, name: str, to: str) -> Tensor:
+    """A hook that makes a call, and uses its result."""
+    y = scale(x, name)
+    y.register_hook(functools.partial(_call_in_hook, name, to))
+    return y
+
+
+def _call_in_hook(name: str, to: str, gradient: Tensor) -> Tensor:
+    result: Tensor = call(to, scale, gradient, f"{name} in backward")
+    note("call in a hook has a history", result.requires_grad)
+    return result.detach()
+
+
+def failing_in_backward(x: Tensor, name: str) -> Tensor:
+    y = scale(x, name)
+    y.register_hook(_fail)
+    return y
+
+
+def _fail(gradient: Tensor) -> None:
+    raise ArithmeticError("a hook that fails")
+
+
+def num_notes(key: str) -> int:
+    return len(_book.notes.get(key, []))
+
+
+# higher order
+
+
+def network(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """A network all of whose weights are arguments."""
+    return torch.tanh(x @ first) @ second
+
+
+def body_of_network(x: Tensor, name: str) -> Tensor:
+    """A part of a network whose weights stay here."""
+    return torch.tanh(torch.sin(x @ leaf(f"{name} 1", 3, 3)) @ leaf(f"{name} 2", 3, 3))
+
+
+def cube(x: Tensor, name: str) -> Tensor:
+    """Something whose third derivative is not a constant."""
+    return x**4 * leaf(name, *x.shape).exp()
+
+
+def gradient_norm(name: str, context: int | None) -> Tensor:
+    """A penalty on the gradient that a pass has left for a leaf of this worker."""
+    weight = leaf(name)
+    gradient = weight.grad
+    if context is not None:
+        gradient = autograd.get_gradients(context)[weight]
+    assert gradient is not None and gradient.requires_grad
+    return (gradient * gradient).sum()
+
+
+class SlowSquare(torch.autograd.Function):
+    """Its backward can be differentiated, and calls another worker."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.to = to
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return call(ctx.to, three_squares, x, gradient), None
+
+
+def three_squares(x: Tensor, gradient: Tensor) -> Tensor:
+    return 3 * x * x * gradient
+
+
+def slow_square(x: Tensor, to: str) -> Tensor:
+    result: Tensor = SlowSquare.apply(x, to)  # type: ignore[no-untyped-call]
+    return result
+
+
+def switch_collector(on: bool) -> None:
+    if on:
+        gc.enable()
+    else:
+        gc.disable()
+
+
+# data parallel
+
+
+def join_group(path: str, rank: int, size: int) -> None:
+    """Makes a process group of some of the workers, for DistributedDataParallel."""
+    before = leaks.take_snapshot().descriptors.items()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=size
+    )
+    # Torch leaks the sockets of a group that was used for data parallel training; the
+    # harness must not take them for ours.
+    made = leaks.take_snapshot().descriptors.items() - before
+    assert worker_process._before_init is not None
+    worker_process._before_init.descriptors.update(made)
+
+
+def leave_group() -> None:
+    torch.distributed.destroy_process_group()
+
+
+class Model(torch.nn.Module):
+    """A model of a trainer: two layers, the first of which may be on a server.
+
+    Args:
+        server: Who has the first layer.
+        calls_inside: The call is part of this module, not of the program around it.
+    """
+
+    def __init__(self, server: str, calls_inside: bool = False) -> None:
+        super().__init__()
+        self.first = make_linear("first", 3, 4)
+        self.second = make_linear("second", 4, 2)
+        self.unused = make_linear("unused", 2, 2)
+        self._server = server
+        self._calls_inside = calls_inside
+
+    def forward(self, x: Tensor, use_all: bool = True) -> Tensor:
+        if self._calls_inside:
+            x = call(self._server, tanh_layer, x, "server")
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        return self.unused(y) if use_all else y
+
+
+def train(
+    rank: int, mode: str, num_steps: int, calls_inside: bool, options: dict[str, Any]
+) -> list[list[Tensor]]:
+    """A trainer's loop; returns the gradients of its model after each step."""
+    model = Model("w2", calls_inside)
+    replica = torch.nn.parallel.DistributedDataParallel(model, **options)
+    uses_all = not options.get("find_unused_parameters", False)
+    found = []
+    for step in range(num_steps):
+        with session(mode) as ours:
+            ours.backward(_loss_of(replica, rank, step, calls_inside, uses_all))
+        found.append(
+            [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+        )
+        _descend(model)
+    return found
+
+
+def _loss_of(
+    model: Any, rank: int, step: int, calls_inside: bool, uses_all: bool
+) -> Tensor:
+    x = numbers(f"data {rank} {step}", 4, 3)
+    if not calls_inside:
+        x = call("w2", tanh_layer, x, "server")
+    y = call("w2", tanh_layer, model(x, uses_all), "server 2")
+    return y.pow(2).sum()
+
+
+def _descend(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.grad)
+    model.zero_grad()
+
+
+def train_in_one_process(
+    num_steps: int, calls_inside: bool, uses_all: bool
+) -> tuple[list[list[Tensor]], dict[str, Tensor | None]]:
+    """The same with both trainers and the server in one process."""
+    global _is_local
+    reset()
+    _is_local = True
+    try:
+        model = Model("w2", calls_inside)
+        found = []
+        for step in range(num_steps):
+            sums: dict[str, Tensor] = {}
+            for rank in range(2):
+                model.zero_grad()
+                _loss_of(model, rank, step, calls_inside, uses_all).backward()
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None:
+                        half = parameter.grad / 2
+                        sums[name] = sums[name] + half if name in sums else half
+            for name, parameter in model.named_parameters():
+                parameter.grad = sums.get(name)
+            found.append([sums[n] for n, _ in model.named_parameters() if n in sums])
+            _descend(model)
+        return found, report(None).gradients
+    finally:
+        _is_local = False
+        reset()
+
+
+def make_replica(name: str) -> None:
+    """A model under DistributedDataParallel that stays on this worker."""
+    module = make_linear(name, 3, 2)
+    keep(name, torch.nn.parallel.DistributedDataParallel(module))
+
+
+def run_replica(name: str, x: Tensor) -> Tensor:
+    result: Tensor = kept(name)(x)
+    return result
+
+
+def dictionary_pass_over_replica(name: str) -> str:
+    """The error of a dictionary pass that reaches a parameter of a replica."""
+    with autograd.context() as context:
+        x = call("w2", tanh_layer, numbers("data", 4, 3), "server")
+        loss = run_replica(name, x).sum()
+        text = error_text(RuntimeError, context.backward, loss)
+        assert not autograd.get_gradients(context)
+    assert all(p.grad is None for p in kept(name).parameters())
+    return text
+
+
+def dictionary_pass_beside_replica(name: str) -> Tensor:
+    """A dictionary pass that has nothing to do with the replica, which stays alive."""
+    assert isinstance(kept(name), torch.nn.parallel.DistributedDataParallel)
+    x = leaf("x", 3)
+    with autograd.context() as context:
+        context.backward(call("w2", sine, x).sum())
+        return autograd.get_gradients(context)[x]
+
+
+def dictionary_pass_over_former_replica(name: str) -> tuple[Tensor, Tensor]:
+    """A dictionary pass over a module that is no replica any more, and the truth."""
+    module = kept(name).module
+    del _book.kept[name]
+    gc.collect()
+    x = numbers("data", 4, 3)
+    with autograd.context() as context:
+        context.backward(module(call("w2", tanh_layer, x, "server")).sum())
+        found = autograd.get_gradients(context)[module.weight]
+    expected = torch.tanh(x @ numbers("server", 3, 3)).sum(dim=0).expand(2, 3)
+    return found, expected
+
+
+def pass_from_elsewhere(name: str, trainers: Sequence[str]) -> str:
+    """A dictionary pass that reaches replicas on other workers."""
+    with autograd.context() as context:
+        x = leaf("x", 4, 3)
+        results = [call(trainer, run_replica, name, x) for trainer in trainers]
+        loss = torch.stack(results).sum()
+        return error_text(RuntimeError, context.backward, loss)
+
+
+def train_after_error(name: str, rank: int) -> list[Tensor]:
+    """What the error of a dictionary pass says is the way to do it."""
+    replica = kept(name)
+    with autograd.context(accumulate="grad") as context:
+        x = call("w2", tanh_layer, numbers(f"data {rank}", 4, 3), "server")
+        context.backward(replica(x).pow(2).sum())
+    return [p.grad for p in replica.parameters()]
+
+
+def accumulate_in_two_steps(rank: int, mode: str) -> list[Tensor]:
+    """Two batches, of which only the second is averaged, with what the first left."""
+    model = make_linear("model", 3, 2)
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    guards: list[Any] = [replica.no_sync(), contextlib.nullcontext()]
+    for step, guard in enumerate(guards):
+        with guard, session(mode) as ours:
+            x = call("w2", tanh_layer, numbers(f"data {rank} {step}", 4, 3), "server")
+            ours.backward(replica(x).pow(2).sum())
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def accumulate_in_one_process() -> list[Tensor]:
+    halves: list[list[Tensor]] = []
+    for rank in range(2):
+        model = make_linear("model", 3, 2)
+        for step in range(2):
+            x = torch.tanh(
+                numbers(f"data {rank} {step}", 4, 3) @ numbers("server", 3, 3)
+            )
+            model(x).pow(2).sum().backward()
+        halves.append([p.grad / 2 for p in model.parameters() if p.grad is not None])
+    return [a + b for a, b in zip(*halves, strict=True)]
+
+
+def wrap_before_init(path: str) -> str:
+    """A replica that was there before `init_rpc`; the error of a pass over it."""
+    rpc.shutdown(graceful=False)
+    join_group(f"{path}/group", 0, 1)
+    make_replica("replica")
+    options = rpc.RpcBackendOptions(init_method=f"file://{path}/store")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    with autograd.context() as context:
+        y = call("alone", sine, run_replica("replica", numbers("data", 4, 3)))
+        text = error_text(RuntimeError, context.backward, y.sum())
+    reset()
+    leave_group()
+    return text
+
+
+# derivatives that a function takes itself
+
+
+def forces(x: Tensor, name: str, to: str | None = None) -> Tensor:
+    """The gradient of an energy, which can be differentiated further."""
+    energy = energy_of(x, name) if to is None else call(to, energy_of, x, name)
+    (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+    return -gradient
+
+
+def energy_of(x: Tensor, name: str) -> Tensor:
+    return (torch.sin(x * leaf(name, *x.shape)) * x).sum()
+
+
+def descend_inside(x: Tensor, name: str) -> Tensor:
+    """Trains something of its own before it answers."""
+    weight = numbers(f"start of {name}", *x.shape).requires_grad_()
+    for _ in range(2):
+        (weight - x.detach()).pow(2).sum().backward()
+        assert weight.grad is not None
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+        weight.grad = None
+    return x * weight.detach() * leaf(name, *x.shape)
+
+
+def checkpointed_relay(x: Tensor, to: str, name: str) -> Tensor:
+    """A call under a checkpoint; made again in backward."""
+    result: Tensor = checkpoint(_call_and_more, x, to, name, use_reentrant=False)
+    return result
+
+
+def _call_and_more(x: Tensor, to: str, name: str) -> Tensor:
+    y: Tensor = call(to, tanh_layer, x.sin(), name)
+    return y.exp()
+
+
+def run_hooked_module(x: Tensor, name: str) -> Tensor:
+    """A module with hooks that see and change its gradients."""
+    module = make_linear(name, x.shape[-1], x.shape[-1])
+    for key, parameter in module.named_parameters():
+        adopt(f"{name}.{key}", parameter)
+    module.register_full_backward_hook(functools.partial(_change_inputs, name))
+    module.register_full_backward_pre_hook(functools.partial(_change_outputs, name))
+    result: Tensor = module(x)
+    return result
+
+
+def _change_inputs(name: str, module: Any, inputs: Any, outputs: Any) -> Any:
+    note(f"inputs of {name}", inputs[0])
+    return (inputs[0] * 2,)
+
+
+def _change_outputs(name: str, module: Any, outputs: Any) -> Any:
+    note(f"outputs of {name}", outputs[0])
+    return (outputs[0] * 3,)
+
+
+def infer(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x * 2
+
+
+def add_leaf(x: Tensor, *names: str) -> Tensor:
+    """All of these get the very same gradient."""
+    for name in names:
+        x = x + leaf(name, *x.shape)
+    return x

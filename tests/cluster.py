@@ -51,7 +51,8 @@ PIPE_S = 10.0
 
 _context = multiprocessing.get_context("forkserver")
 # pytest is among them because a function in a test file brings it in.
-_context.set_forkserver_preload(["torch", "gradwire.rpc", "pytest"])
+# The compiler's package takes seconds to import; checkpointing needs it too.
+_context.set_forkserver_preload(["torch", "torch._dynamo", "gradwire.rpc", "pytest"])
 
 # What the fork server keeps open in the test process for good.
 fork_server_fds: set[int] = set()

@@ -22,13 +22,12 @@ from autograd_features import (
     note,
     numbers,
 )
-from gradwire import autograd, rpc
-from gradwire.errors import AutogradError
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
+FEW_MODES = pytest.mark.parametrize("mode", features.TWO_MODES)
 GRAD_MODES = pytest.mark.parametrize("mode", INTO_GRAD)
 CONTEXT_MODES = pytest.mark.parametrize("mode", IN_CONTEXT)
 
@@ -121,10 +120,8 @@ def test_change_of_a_saved_tensor_is_found(mode, where):
 
     def program(session):
         x = leaf("x", 3)
-        if where == "caller":
-            y = change(x)
-        else:
-            y = call("w1", features.square_then_change, x)
+        square = features.square_then_change
+        y = change(x) if where == "caller" else call("w1", square, x)
         text = features.error_text(RuntimeError, session.backward, y.sum())
         assert "modified by an inplace operation" in text
         if where == "callee" and session.mode != features.LOCAL:
@@ -136,7 +133,7 @@ def test_change_of_a_saved_tensor_is_found(mode, where):
 # ------------------------------------------------------------------------------- views
 
 
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_views_sent(mode):
     def program(session):
@@ -263,7 +260,7 @@ def test_sparse_and_dense_gradient_in_one_pass(mode, where):
 
 
 @pytest.mark.parametrize("order", ["sd", "ds", "ss", "sds", "dsd", "dss"])
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_sparse_and_dense_gradients_of_several_passes(mode, order):
     def program(session):
@@ -403,6 +400,17 @@ def test_checkpoint_around_nested_calls(mode):
     check(program, mode, exact=False)
 
 
+@ALL_MODES
+@on_worker(0)
+def test_checkpoint_around_a_call_inside_a_handler(mode):
+    def program(session):
+        x = leaf("x", 2, 3)
+        y = call("w1", features.checkpointed_relay, x, "w2", "a")
+        session.backward(call("w2", features.tanh_layer, y * x, "b").sum())
+
+    check(program, mode)
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("where", ["caller", "callee"])
 @GRAD_MODES
@@ -438,17 +446,16 @@ def test_checkpoint_around_local_code_in_dictionary_pass(where):
 @on_worker(0)
 def test_reentrant_checkpoint_in_dictionary_pass_is_refused(where):
     # Torch's own limit: such a checkpoint adds to .grad by itself.
-    with autograd.context() as context:
+    def program(session):
         x = leaf("x", 2, 3)
         if where == "callee":
             y = call("w1", features.checkpointed, x, "a", True)
         else:
             y = call("w1", features.scale, features.checkpointed(x, "a", True), "b")
-        with pytest.raises(RuntimeError, match="use_reentrant=False"):
-            context.backward(y.sum())
-        context.backward(call("w1", features.scale, x, "c").sum())
-        assert torch.equal(context.gradients()[x], features.numbers("c", 2, 3))
-    del x, y
+        text = features.error_text(RuntimeError, session.backward, y.sum())
+        assert "use_reentrant=False" in text
+
+    features.run_on_workers(program, DICT)
     features.settle()
 
 
@@ -458,18 +465,18 @@ def test_reentrant_checkpoint_around_a_call_in_a_context_is_refused(mode):
     def block(x):
         return call("w1", features.scale, x.sin(), "a")
 
-    features.reset()
-    with features.session(mode) as session:
-        x = leaf("x", 3)
-        y = checkpoint(block, x, use_reentrant=True)
-        with pytest.raises((AutogradError, RuntimeError), match="use_reentrant=False"):
-            session.backward(call("w2", features.scale, y, "b").sum())
-    # What comes next is not affected.
-    del x, y
-    features.settle()
+    def refused(session):
+        y = checkpoint(block, leaf("x", 3), use_reentrant=True)
+        loss = call("w2", features.scale, y, "b").sum()
+        text = features.error_text(RuntimeError, session.backward, loss)
+        assert "use_reentrant=False" in text
+
+    with features.undisturbed():
+        features.run_on_workers(refused, mode)
+        features.settle()
 
     def program(session):
-        session.backward(call("w1", features.scale, leaf("x", 3), "a").sum())
+        session.backward(block(leaf("x", 3)).sum())
 
     check(program, mode)
 
@@ -491,14 +498,13 @@ def test_reentrant_checkpoint_around_a_call_works_without_a_context():
 # ---------------------------------------------------------------------------- compiled
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("where", ["w0", "w1"])
-@pytest.mark.parametrize("mode", [features.BARE, DICT])
+@FEW_MODES
 @on_worker(0)
-def test_compiled_module(mode, where, backend):
+def test_compiled_module(mode, where):
     def program(session):
         x = leaf("x", 2, 3)
-        y = call(where, features.run_compiled, x.sin(), "net", backend)
+        y = call(where, features.run_compiled, x.sin(), "net")
         z = features.tanh_layer(call("w2", features.scale, y, "b"), "c")
         session.backward((z * x).sum())
 
@@ -509,7 +515,7 @@ def test_compiled_module(mode, where, backend):
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode", "set_grad_enabled"])
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_part_of_a_handler_is_not_recorded(mode, how):
     def program(session):
@@ -525,18 +531,13 @@ def test_part_of_a_handler_is_not_recorded(mode, how):
 @on_worker(0)
 def test_grad_mode_of_a_handler_ends_with_it(mode, where):
     def program(session):
-        y = rpc_or_local(session, where)
+        # In one process nobody ends it.
+        is_local = session.mode == features.LOCAL
+        function = features.scale if is_local else features.leave_grad_off
+        y = call(where, function, leaf("x", 3) * 2, "a")
         assert torch.is_grad_enabled()
         note("modes", call(where, features.modes_here))
         session.backward(y.sum())
-
-    def rpc_or_local(session, where):
-        y = call(where, features.leave_grad_off, leaf("x", 3) * 2, "a")
-        if session.mode == features.LOCAL:
-            # In one process the copy of the result is made with grad mode off.
-            torch.set_grad_enabled(True)
-            y = features.scale(leaf("x", 3) * 2, "a")
-        return y
 
     check(program, mode)
 
@@ -559,13 +560,50 @@ def test_calls_without_grad_mode_are_not_recorded(mode, how):
     check(program, mode)
 
 
+@ALL_MODES
 @on_worker(0)
-def test_results_of_calls_under_inference_mode_can_be_used():
-    with torch.inference_mode():
-        y = call("w1", features.scale, numbers("x", 3), "a")
-        z = y * 2
-    assert not y.requires_grad and torch.equal(z, y * 2)
-    rpc.rpc_sync("w1", features.reset)
+def test_leaves_stay_leaves_in_calls_without_grad_mode(mode):
+    # They arrive as leaves of their own, and nothing leads back.
+    def program(session):
+        with torch.no_grad():
+            copy = call("w1", features.get_parameter, "weight", 3)
+            sent = call("w1", features.describe, leaf("x", 3), leaf("x", 3) * 2)
+        assert features.describe(copy) == [(True, True)]
+        assert sent == [(True, True), (False, True)]
+        session.backward(call("w2", features.scale, copy, "a").sum())
+        features.adopt("copy", copy)
+
+    found = features.run_on_workers(program, mode).gradients
+    features.settle()
+    features.assert_same(found["copy"], numbers("a", 3), "the copy")
+    assert found["weight"] is None and found["x"] is None
+
+
+@ALL_MODES
+@on_worker(0)
+def test_result_of_a_call_under_inference_mode_is_a_normal_tensor(mode):
+    # So that it can be saved for backward, unlike what is computed there.
+    def program(session):
+        with torch.inference_mode():
+            constant = call("w1", features.scale, numbers("x", 3), "a")
+        if session.mode == features.LOCAL:
+            constant = constant.clone()
+        session.backward((leaf("x", 3) * constant).sum())
+
+    check(program, mode)
+
+
+@ALL_MODES
+@on_worker(0)
+def test_result_made_under_inference_mode_is_a_normal_tensor(mode):
+    def program(session):
+        constant = call("w1", features.infer, leaf("x", 3))
+        if session.mode == features.LOCAL:
+            constant = leaf("x", 3).detach() * 2
+        assert not constant.is_inference()
+        session.backward((leaf("x", 3) * constant).sum())
+
+    check(program, mode)
 
 
 @pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
@@ -582,7 +620,7 @@ def test_backward_inside_no_grad(mode, how):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_default_device_around_everything(mode, device):
     # It changes where new tensors are made; ours must be where they belong.
@@ -608,7 +646,7 @@ def test_default_device_around_everything(mode, device):
 
 
 class _Counting(TorchDispatchMode):
-    """Sees all operations, and lets nobody else's tensors through."""
+    """Sees all operations."""
 
     def __init__(self):
         super().__init__()
@@ -624,13 +662,12 @@ class _Counting(TorchDispatchMode):
 def test_dispatch_mode_sees_only_what_the_program_does(mode):
     def program(session):
         x = leaf("x", 2, 3)
-        seen = _Counting()
-        with seen:
+        is_local = session.mode == features.LOCAL
+        with _Counting() as seen:
             y = x * 2
-            if session.mode != features.LOCAL:
-                y = call("w1", features.scale, y, "a")
-        if session.mode == features.LOCAL:
-            y = features.scale(y, "a")
+        # In one process it would see the function at work.
+        with contextlib.nullcontext() if is_local else seen:
+            y = call("w1", features.scale, y, "a")
         note("operations", sorted(seen.names))
         session.backward(y.sum())
 
@@ -651,7 +688,7 @@ def test_dispatch_mode_around_backward(mode):
 
 
 @pytest.mark.parametrize("check_nan", [False, True])
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_anomaly_mode(mode, check_nan):
     def program(session):
@@ -748,14 +785,13 @@ def test_saved_tensors_hooks_around_calls(mode):
             return tensor
 
         x = leaf("x", 2, 3)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        around = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        is_local = session.mode == features.LOCAL
+        with around:
             y = (x.sin() * numbers("g", 2, 3)).exp()
-            if session.mode != features.LOCAL:
-                y = call("w1", features.tanh_layer, y, "a")
-            with contextlib.nullcontext():
-                z = y if session.mode != features.LOCAL else y
-        if session.mode == features.LOCAL:
-            z = features.tanh_layer(z, "a")
+        # In one process they would see what the function saves.
+        with contextlib.nullcontext() if is_local else around:
+            z = call("w1", features.tanh_layer, y, "a")
         session.backward(z.sum())
         note("packed", sorted(packed))
         note("unpacked", sorted(unpacked))
@@ -794,7 +830,7 @@ def test_custom_function(mode, where, kind):
 
 @pytest.mark.parametrize("kind", ["triple", "sparing"])
 @pytest.mark.parametrize("where", ["w0", "w1"])
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_custom_function_with_an_unused_output(mode, where, kind):
     def program(session):
@@ -806,26 +842,21 @@ def test_custom_function_with_an_unused_output(mode, where, kind):
 
 
 @pytest.mark.parametrize("kind", ["triple", "sparing"])
+@ALL_MODES
 @on_worker(0)
-def test_custom_function_behind_an_unused_call(kind):
+def test_custom_function_behind_an_unused_call(mode, kind):
     # The documented difference: a pass over a context runs also what its loss does not
     # reach, with missing gradients, which a Function may turn into zeros.
-    features.reset()
-    rpc.rpc_sync("w1", features.reset)
-    with autograd.context() as context:
-        x, used = leaf("x", 3), leaf("used", 3)
-        call("w1", getattr(features, kind), x * 1)
-        context.backward(call("w1", features.scale, used, "a").sum())
-        gradients = context.gradients()
-    assert torch.equal(gradients[used], numbers("a", 3))
-    if kind == "triple":
-        assert torch.equal(gradients[x], torch.zeros(3, dtype=torch.float64))
-    else:
-        assert x not in gradients
-    x, used = leaf("x", 3), leaf("used", 3)
-    call("w1", getattr(features, kind), x * 1)
-    call("w1", features.scale, used, "a").sum().backward()
-    assert x.grad is None
+    def program(session):
+        call("w1", getattr(features, kind), leaf("x", 3) * 1)
+        session.backward(call("w1", features.scale, leaf("used", 3), "a").sum())
+
+    found = features.run_on_workers(program, mode).gradients
+    features.settle()
+    features.assert_same(found["used"], numbers("a", 3), "used")
+    gets_zeros = mode != features.BARE and kind == "triple"
+    zeros = torch.zeros(3, dtype=torch.float64)
+    features.assert_same(found["x"], zeros if gets_zeros else None, "unused")
 
 
 @pytest.mark.parametrize("where", ["w0", "w1"])
@@ -847,7 +878,7 @@ def test_calls_inside_forward_and_backward_of_a_function(mode, where):
     [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128],
     ids=str,
 )
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_dtypes(mode, dtype):
     def program(session):
@@ -871,7 +902,7 @@ def test_complex_conjugates_and_parts(mode):
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1, 1)], ids=str)
-@ALL_MODES
+@FEW_MODES
 @on_worker(0)
 def test_shapes(mode, shape):
     def program(session):
@@ -908,3 +939,175 @@ def test_expanded_tensors_and_gradients(mode, size):
         session.backward(y.sum() + z.sum())
 
     check(program, mode)
+
+
+# ------------------------------------------------- gradients that do not go to leaves
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+@ALL_MODES
+@on_worker(0)
+def test_gradient_with_respect_to_a_received_tensor(mode, retain_graph):
+    # The engine stops there; whoever sent it must not wait.
+    def program(session):
+        x = leaf("x", 3)
+        y = call("w1", features.scale, x * 2, "a")
+        z = call("w1", features.scale, y.sin(), "b")
+        (gradient,) = session.grad(z.sum(), y, retain_graph=retain_graph)
+        note("gradient", gradient)
+        if not retain_graph:
+            z = call("w1", features.scale, x * 2, "c")
+        session.backward(z.sum())
+
+    check(program, mode)
+
+
+@ALL_MODES
+@on_worker(0)
+def test_gradient_with_respect_to_sent_and_to_other_tensors(mode):
+    def program(session):
+        x = leaf("x", 3)
+        sent = x * 2
+        y = call("w1", features.relay, "w2", features.scale, sent, "a")
+        between = y * sent
+        z = call("w1", features.scale, between, "b")
+        for gradient in session.grad(z.sum(), [sent, between, y, x]):
+            note("gradient", gradient)
+
+    check(program, mode)
+
+
+@pytest.mark.parametrize("into", ["leaf", "received", "sent"])
+@pytest.mark.parametrize("mode", [features.BARE, features.PLAIN])
+@on_worker(0)
+def test_backward_into_chosen_tensors(mode, into):
+    def program(session):
+        x, other = leaf("x", 3), leaf("other", 3)
+        sent = x * other
+        y = call("w1", features.scale, sent, "a")
+        z = call("w1", features.scale, y, "b")
+        target = {"leaf": x, "received": y, "sent": sent}[into]
+        if into != "leaf":
+            target.retain_grad()
+        torch.autograd.backward(z.sum(), inputs=[target])
+        note("gradient", target.grad)
+
+    found = check(program, mode)
+    assert found.gradients["other"] is None and found.gradients["a"] is None
+
+
+@pytest.mark.parametrize("mode", [features.BARE, features.PLAIN])
+@on_worker(0)
+def test_gradient_edges_as_roots_and_inputs(mode):
+    def program(session):
+        x = leaf("x", 3)
+        y = call("w1", features.scale, x * 2, "a")
+        z = call("w2", features.scale, y, "b")
+        edges = [torch.autograd.graph.get_gradient_edge(t) for t in (y, z)]
+        note(
+            "gradient",
+            torch.autograd.grad(z.sum(), [edges[0]], retain_graph=True)[0],
+        )
+        torch.autograd.backward([edges[1]], [numbers("seed", 3)])
+
+    check(program, mode)
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+@ALL_MODES
+@on_worker(0)
+def test_sparse_leaf_is_sent(mode, kind):
+    def program(session):
+        dense = torch.eye(3, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that torch is not done yet
+            data = dense.to_sparse() if kind == "coo" else dense.to_sparse_csr()
+            y = call("w1", torch.mv, leaf("x", data=data), numbers("v", 3))
+        session.backward((y * y).sum())
+
+    check(program, mode)
+
+
+@ALL_MODES
+@on_worker(0)
+def test_engine_without_threads(mode):
+    def program(session):
+        with torch.autograd.set_multithreading_enabled(False):
+            y = call("w1", features.relay, "w2", features.scale, leaf("x", 3), "a")
+            session.backward(call("w1", features.scale, y, "b").sum())
+
+    check(program, mode)
+
+
+@FEW_MODES
+@on_worker(0)
+def test_saved_tensors_may_be_changed_where_torch_allows_it(mode):
+    def program(session):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            y = call("w1", features.scale, leaf("x", 3), "a")
+            z = y * y
+            y.mul_(3)
+            session.backward((z + y).sum())
+
+    check(program, mode, has_cycles=True)
+
+
+@ALL_MODES
+@on_worker(0)
+def test_handler_runs_backwards_of_its_own(mode):
+    def program(session):
+        y = call("w1", features.descend_inside, leaf("x", 3) * 2, "a")
+        session.backward(y.sum())
+
+    check(program, mode)
+
+
+@pytest.mark.parametrize("route", ["one hop", "there and back"])
+@ALL_MODES
+@on_worker(0)
+def test_received_tensor_is_the_root(mode, route):
+    # With nothing in between, the node of the message is the first that runs.
+    def program(session):
+        x = leaf("x", 3)
+        for number in range(5):
+            if route == "one hop":
+                y = call("w1", features.scale, x, f"a{number}")
+            else:
+                y = call("w1", features.relay, "w0", features.scale, x, f"a{number}")
+            note("gradient", session.grad(y, x, numbers("v", 3), retain_graph=True)[0])
+            session.backward(y, numbers("w", 3))
+
+    check(program, mode, exact=False)
+
+
+# ------------------------------------------------------------------ memory of gradients
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@ALL_MODES
+@on_worker(0)
+def test_gradients_of_several_leaves_do_not_share_memory(mode, num_passes):
+    # Torch hands one tensor on to all terms of a sum.
+    def program(session):
+        x = features.add_leaf(leaf("x", 3), "y")
+        z = call("w1", features.add_leaf, x, "a", "b")
+        for _ in range(num_passes):
+            session.backward((z * 3).sum(), retain_graph=True)
+
+    check(program, mode)
+
+
+@ALL_MODES
+@on_worker(0)
+def test_gradients_have_the_layout_of_their_leaves(mode):
+    def program(session):
+        turned = leaf("turned", data=numbers("turned", 4, 3).t())
+        image = numbers("image", 2, 3, 4, 5).to(memory_format=torch.channels_last)
+        image = leaf("image", data=image)
+        y = call("w1", features.scale, turned, "a").sum()
+        z = call("w1", features.scale, image * 2, "b").sum()
+        session.backward(y + z)
+
+    found = check(program, mode)
+    assert found.strides["turned"] == (1, 3)
+    assert found.strides["image"] == (60, 1, 15, 3)

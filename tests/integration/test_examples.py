@@ -114,6 +114,31 @@ def test_wire_protocol_page_shows_the_bytes_of_its_example():
     assert shown[8:] == head
 
 
+def test_wire_protocol_page_has_every_field_of_every_message():
+    page = (ROOT / "docs/wire-protocol.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (.*) \|$", page, re.MULTILINE)
+    shown = {
+        (int(kind), name): re.findall(r"(\w+)(?: = [^,]+)?(?:, |$)", fields)
+        for kind, name, fields in rows
+    }
+
+    assert shown == {
+        (wire.kind_of(message), message.__name__): list(message.__struct_fields__)
+        for message in wire.Message.__subclasses__()
+        if message.__module__.startswith("gradwire.")
+    }
+
+
+def test_autograd_page_names_every_module():
+    page = (ROOT / "docs/autograd.md").read_text()
+    section = page.partition("## Where to change what")[2]
+
+    modules = {
+        path.stem for path in (ROOT / "src/gradwire/autograd").glob("_[a-z]*.py")
+    }
+    assert modules == set(re.findall(r" (_\w+)  ", section))
+
+
 def test_readme_opens_with_the_commands():
     commands = re.findall(r"^    (\S.*?)(?: +#.*)?$", README.read_text(), re.MULTILINE)
 

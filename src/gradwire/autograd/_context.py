@@ -14,7 +14,7 @@ from gradwire.autograd._functions import apply_recv, apply_send, token_of
 from gradwire.autograd._messages import is_implicit
 from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 from gradwire.autograd._passes import ContextState, PassId, TellNone
-from gradwire.autograd._torch_private import TaskWatch, recording
+from gradwire.autograd._torch_private import TaskWatch, record
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
@@ -104,8 +104,7 @@ class Side:
         # Guards all below, and gives events their order: callers, readers, passes.
         self.lock = threading.Lock()
         self.state = ContextState(exchange.me, exchange.describe)
-        with recording():
-            self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = record(_make_anchor)
         self._tail: list[Tensor] = [self.anchor]
         self.num_sends = 0
         self.recvs: list[Received] = []
@@ -124,8 +123,7 @@ class Side:
             self.state.meet(peer)
             event = self.state.record_send()
             message = SentMessage(self._exchange, self, event, peer, len(tensors))
-            with recording():
-                self._tail.append(apply_send(message, *tensors))
+            self._tail.append(record(apply_send, message, *tensors))
             self.num_sends += 1
             return event, self.state.begun
 
@@ -162,10 +160,8 @@ class Side:
                 made_in,
                 is_stale,
             )
-            with recording():
-                *_, token = apply_recv(
-                    message, tensors, self.holds_weakly, *self._live_tail()
-                )
+            tail = self._live_tail()
+            *_, token = record(apply_recv, message, tensors, self.holds_weakly, *tail)
             node = weakref.ref(token.grad_fn)
             self._tail = [self.anchor] if self.holds_weakly else [token]
             self.recvs.append(Received(peer, number, node))
@@ -219,3 +215,7 @@ class Side:
             self._tail, self.recvs, self.gradients = [self.anchor], [], {}
             self.calls.clear()
         del doomed
+
+
+def _make_anchor() -> Tensor:
+    return torch.zeros((), requires_grad=True)

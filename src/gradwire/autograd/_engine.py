@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.autograd._averaged import refuse_averaged
 from gradwire.autograd._functions import apply_start
-from gradwire.autograd._torch_private import recording, run_engine
+from gradwire.autograd._torch_private import record, run_engine
 
 __all__ = ["Destination", "accumulate", "leaves_of", "run_backward"]
 
@@ -69,8 +69,7 @@ def run_backward(
     """
     begin = tuple(tail)
     if roots:
-        with recording():
-            begin = (apply_start(on_start, seeds, len(tail), *roots, *tail),)
+        begin = (record(apply_start, on_start, seeds, len(tail), *roots, *tail),)
     wanted = inputs
     if destination is Destination.INTO_DICTIONARY:
         wanted = [leaf for leaf in leaves_of(begin) if leaf is not anchor]

@@ -215,6 +215,8 @@ class Exchange:
             cause = self.describe(self._no_side(name))
             self._tell_abort(name, pass_id, peer.info.id, cause)
             return
+        if not 0 <= message.destination < len(Destination):
+            raise RemoteProtocolError(f"unknown destination {message.destination}")
         kind = PassKind(message.destination, message.retain, message.create_graph)
         with side.lock:
             pass_, instructions = side.state.on_start(pass_id, peer.info.id, kind)

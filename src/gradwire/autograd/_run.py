@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Run"]
 
+_DESTINATIONS = tuple(Destination)
+
 
 class Answer(NamedTuple):
     """The gradients of one message, with the history that they may have themselves."""
@@ -53,7 +55,7 @@ class Run:
     ) -> None:
         self.side = side
         self.pass_ = pass_
-        self.destination = Destination(pass_.kind.destination)
+        self.destination = _DESTINATIONS[pass_.kind.destination]
         self.retain = pass_.kind.retain
         self.create_graph = pass_.kind.create_graph
         self.recvs = recvs

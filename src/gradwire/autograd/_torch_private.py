@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,10 +23,12 @@ __all__ = [
     "is_into_grad",
     "keeps_graph",
     "queue_callback",
-    "recording",
+    "record",
     "run_engine",
     "will_execute",
 ]
+
+T = TypeVar("T")
 
 
 def _private(path: str) -> Any:
@@ -121,19 +123,8 @@ class _TaskEnd:
         self._watch.is_over = True
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-_nothing = _Nothing()
-
-
-def recording() -> Any:
-    """A context in which nodes can be made, whatever the state of the thread.
+def record(make: Callable[..., T], *args: Any) -> T:
+    """Calls something that makes nodes, whatever the state of the thread.
 
     The thread that reads a message may be anybody's: inside ``no_grad``, a mode, or a
     checkpoint that counts what is saved.
@@ -143,8 +134,9 @@ def recording() -> Any:
         and thread_state_is_clean()
         and _top_saving_hooks(False) is None
     ):
-        return _nothing
-    return _clean_recording()
+        return make(*args)
+    with _clean_recording():
+        return make(*args)
 
 
 @contextmanager
