@@ -463,33 +463,37 @@ def refuse(_: Tensor) -> None:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("mode", fn.MODES)
+@pytest.mark.parametrize("mode", fn.CONTEXT_MODES)
 @on_worker(0)
 def test_error_that_comes_while_the_starter_computes_keeps_its_type(mode, retain):
-    """The engine of the starter goes on for a while, and reaches more calls."""
+    """The engine of the starter goes on for a while, and reaches another call."""
 
     def program() -> None:
-        a = call("w1", handlers.affine, parameter("x"))
-        a = handlers.run_in_backward(a, wait_until_out_of_passes)
-        b = call("w2", handlers.affine_broken, parameter("x"))
-        backward((a + b).sum(), retain_graph=retain)
+        first = call("w1", handlers.affine, parameter("x"))
+        # Comes after the backward of the third call has left, and before the first.
+        second = call(
+            "w1", handlers.affine, handlers.run_in_backward(first, fail_and_wait)
+        )
+        third = call("w2", pause_and_break, parameter("x"))
+        backward((second + third).sum(), retain_graph=retain)
 
-    backward: Callable[..., Any] = torch.autograd.backward
-    if mode == "calls":
-        fn.catch(handlers.Broken, program)
-        fn.drain_engine()
-        return
     accumulate: Literal["dict", "grad"] = "grad" if mode == "into grad" else "dict"
     with autograd.context(accumulate=accumulate) as ctx:
-        if mode != "plain":
-            backward = ctx.backward
+        backward: Callable[..., Any] = ctx.backward
+        if mode == "plain":
+            backward = torch.autograd.backward
         fn.catch(handlers.Broken, program)
         wait_until_no_passes()
         if mode == "plain":
             fn.drain_engine()
 
 
-def wait_until_out_of_passes() -> None:
+def pause_and_break(x: Tensor) -> Tensor:
+    return handlers.pause_backward(handlers.affine_broken(x), "gate")
+
+
+def fail_and_wait() -> None:
+    fn.outside(call, "w2", functions.set_event, "gate")
     probes.wait_until(lambda: not fn.counts()["passes"], "out of all passes", 5)
 
 

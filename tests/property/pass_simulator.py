@@ -94,6 +94,7 @@ class Call(NamedTuple):
 
     number: int | None
     after: PassId | None
+    consumed: int
 
 
 class Reply(NamedTuple):
@@ -693,7 +694,7 @@ class Simulation:
                 return
         caller.state.meet(rank)
         caller.calls[rank] += 1
-        self.send(caller, rank, Call(number, after))
+        self.send(caller, rank, Call(number, after, caller.state.consumed_by))
 
     def _on_call(self, worker: Worker, sender: int, call: Call) -> None:
         if self.chance.random() < self.setting.dropped:
@@ -703,7 +704,7 @@ class Simulation:
             self.send(worker, sender, Reply(None, None))
             return
         worker.has_joined = True
-        worker.state.join(sender, call.after)
+        worker.state.join(sender, call.after, call.consumed)
         worker.state.meet(sender)
         event = None
         if call.number is not None:
@@ -933,7 +934,8 @@ class Simulation:
                 continue
             # The engine may leave out what a pass covers. And whoever sent a gradient
             # that came too late may have been over with the pass before it knew.
-            if key not in covered and key not in self.late:
+            is_excused = key in covered or key in self.late
+            if self.workers[rank].is_alive and not is_excused:
                 self.report(
                     f"the gradient of message {number} of w{rank} got lost in "
                     f"{_name(pass_id)}, and nobody was told"

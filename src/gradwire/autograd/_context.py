@@ -127,11 +127,13 @@ class Side:
             self.num_sends += 1
             return event, self.state.begun
 
-    def join(self, peer: int, after: tuple[int, int] | None) -> None:
+    def join(
+        self, peer: int, after: tuple[int, int] | None, consumed: int = -1
+    ) -> None:
         """A message of this context came; the caller holds the lock."""
         self.state.meet(peer)
         if after is not None:
-            self.state.join(peer, PassId(*after))
+            self.state.join(peer, PassId(*after), consumed)
 
     def record_recv(
         self,

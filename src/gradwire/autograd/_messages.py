@@ -83,6 +83,7 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
         message: Number of the message at the sender.
         after: Starter and number of the last pass that had begun at the sender.
         autocast: See `gradwire.autograd._autocast`.
+        consumed: Number of the last pass that consumed the graph there.
     """
 
     flags: int
@@ -91,6 +92,7 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
     message: int = 0
     after: tuple[int, int] | None = None
     autocast: list[tuple[str, str]] | None = None
+    consumed: int = -1
 
 
 class ReplyHeader(msgspec.Struct, array_like=True, gc=False):

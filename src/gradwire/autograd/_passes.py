@@ -163,17 +163,18 @@ class ContextState:
         latest: The last pass of each starter that has begun here (or was refused).
         begun: The last pass that has begun here, or of which a newcomer was told.
         last: That pass as it was here, also when it is over.
+        consumed_by: Number of the last pass that consumed the graph.
         broken: Why no pass can succeed any more: a worker was lost.
     """
 
     __slots__ = (
         "_aborted",
         "_answers",
-        "_consumed_by",
         "_dead",
         "_describe",
         "begun",
         "broken",
+        "consumed_by",
         "current",
         "events",
         "first",
@@ -196,7 +197,7 @@ class ContextState:
         self.begun: PassId | None = None
         self.last: Pass | None = None
         self.broken: Any = None
-        self._consumed_by = -1  # number of the last pass that consumed the graph
+        self.consumed_by = -1
         self._aborted: dict[PassId, Any] = {}
         # By pass and message: the answer, and if it has a history, its sender and number.
         self._answers: dict[PassId, dict[int, tuple[Any, _History]]] = {}
@@ -215,13 +216,20 @@ class ContextState:
         self.events += 1
         return event
 
-    def join(self, sender: int, after: PassId | None) -> None:
-        """A message arrived; whoever has just come takes over how far its sender is."""
+    def join(self, sender: int, after: PassId | None, consumed: int = -1) -> None:
+        """A message arrived; whoever has just come takes over how far its sender is.
+
+        Args:
+            sender: Who sent it.
+            after: The last pass that had begun there.
+            consumed: Number of the last one that consumed the graph.
+        """
         if after is None or self.events or not self.known <= {sender}:
             return
         if self.begun is None or after.number > self.begun.number:
             self.begun = after
             self.latest[after.starter] = after.number
+            self.consumed_by = max(self.consumed_by, consumed)
 
     def record_recv(
         self, sender: int, message: int, after: PassId | None
@@ -247,7 +255,7 @@ class ContextState:
             for starter, number in self.latest.items()
             if number > last
         ]
-        return event, self._consumed_by > last, answers
+        return event, self.consumed_by > last, answers
 
     def mark_dead(self, message: int) -> bool:
         """A message of ours will not be answered; True if a pass may wait for that."""
@@ -311,7 +319,7 @@ class ContextState:
         self.last = current
         if not kind.retain:
             self.first = self.events
-            self._consumed_by = pass_id.number
+            self.consumed_by = pass_id.number
         dead = self._prune(current) if self._answers else []
         return current, [*map(TellStart, sorted(told)), *dead]
 

@@ -110,6 +110,7 @@ class Recorder(Interceptor):
             with side.lock:
                 side.state.meet(peer.info.id)
                 header.after = side.state.begun
+                header.consumed = side.state.consumed_by
         elif tracked:
             own = ContextName(
                 key_of_call(exchange.me, call_id), self.agent.network.incarnation
@@ -218,7 +219,7 @@ class Recorder(Interceptor):
                 return scope
             side.into_grad = into_grad
             with side.lock:
-                side.join(peer.info.id, call.after)
+                side.join(peer.info.id, call.after, call.consumed)
         if call is not None and call.flags & MESSAGE_HAS_HISTORY and scope.side:
             answers = scope.side.record_recv(
                 peer.info.id, call.message, call.after, tracked, is_request=True

@@ -982,6 +982,15 @@ def test_worker_that_somebody_else_will_tell_waits_for_that():
     assert join(state, FIRST, PARENT).id == FIRST
 
 
+def test_worker_that_has_just_come_knows_what_was_consumed():
+    state = make_state()
+
+    state.join(OTHER, SECOND, consumed=FIRST.number)
+
+    assert state.record_recv(OTHER, 7, None)[1]
+    assert not state.record_recv(OTHER, 7, FIRST)[1]
+
+
 def test_worker_takes_over_nothing_old():
     state = make_state()
     state.join(OTHER, SECOND)
