@@ -320,11 +320,12 @@ class _Maker:
     def _inputs(self, scope: Scope, count: int) -> tuple[int, ...]:
         """Values to take gradients of.
 
-        Outside of any context the gradient of a parameter that a call back to this
-        worker has used is not all in this frame.
+        Outside of any context this worker's uses of a parameter in other calls, those
+        that this frame has made or those that its arguments come from, are not seen.
         """
         inputs = dict.fromkeys(self.some(scope, "fw", 1, count))
-        if not self.in_context and scope.here in scope.called:
+        is_elsewhere = scope.first_parameter > 0 or scope.here in scope.called
+        if not self.in_context and is_elsewhere:
             inputs = {i: None for i in inputs if not scope.is_parameter(i)}
         return tuple(inputs)
 
