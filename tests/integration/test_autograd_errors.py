@@ -474,7 +474,7 @@ def test_error_that_comes_while_the_starter_computes_keeps_its_type(mode, retain
         second = call(
             "w1", handlers.affine, handlers.run_in_backward(first, fail_and_wait)
         )
-        third = call("w2", pause_and_break, parameter("x"))
+        third = call("w2", pause_and_break)
         backward((second + third).sum(), retain_graph=retain)
 
     accumulate: Literal["dict", "grad"] = "grad" if mode == "into grad" else "dict"
@@ -488,8 +488,8 @@ def test_error_that_comes_while_the_starter_computes_keeps_its_type(mode, retain
             fn.drain_engine()
 
 
-def pause_and_break(x: Tensor) -> Tensor:
-    return handlers.pause_backward(handlers.affine_broken(x), "gate")
+def pause_and_break() -> Tensor:
+    return handlers.pause_backward(handlers.affine_broken(parameter("own")), "gate")
 
 
 def fail_and_wait() -> None:

@@ -234,6 +234,8 @@ class Machine:
             return
         if step.action == "retain":
             target.retain_grad()
+            # For some outputs of custom Functions torch cannot bear both.
+            frame.use(step.target)
             if not target.is_leaf:
                 place.retained["retained", place.here, step.id] = target
             return

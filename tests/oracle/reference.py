@@ -31,6 +31,7 @@ from oracle.programs import (
     BackwardThere,
     Call,
     Forward,
+    Gradient,
     Hook,
     Penalty,
     Program,
@@ -109,6 +110,10 @@ class _OneProcess(Machine):
         self.leaf_hooks: set[int] = set()
         self.after_hooks: set[int] = set()
         self.more_hooks: dict[int, int] = {}
+        self.is_second_order = any(
+            isinstance(step, Gradient) and step.create_graph
+            for step in program.all_steps()
+        )
         self.contributions: dict[Label, int] = {}
         self.inexact: set[Label] = set()
         self.zeros: set[Label] = set()
@@ -222,6 +227,7 @@ class _OneProcess(Machine):
         self.num_passes += how != "inputs"
         into_dict = how in ("api", "method") and not self.program.into_grad
         self._predict(roots, how, starter, into_dict, retain or create_graph)
+        self.is_second_order |= create_graph
         options: dict[str, Any] = {
             "retain_graph": retain or create_graph,
             "create_graph": create_graph,
@@ -246,12 +252,14 @@ class _OneProcess(Machine):
         frame = self.frames[act.frame]
         inputs = [frame.use(n) for n in act.inputs]
         outputs = [frame.use(n) for n in act.outputs]
-        found = take(outputs, inputs, act.create_graph)
         exactness = Exactness(roots_of(outputs))
+        found = take(outputs, inputs, act.create_graph)
         for number, (tensor, gradient) in enumerate(zip(inputs, found, strict=True)):
             exact = not is_input(tensor) or exactness.holds_for(tensor)
+            exact = exact and not self.is_second_order
             value = None if gradient is None else gradient.detach()
             self.taken["taken", act.id, number] = Expected(value, exact)
+        self.is_second_order |= act.create_graph
         frame.add(gradients_or_zeros(found, inputs))
 
     def add_penalty(self, act: Penalty) -> None:
@@ -303,7 +311,9 @@ class _OneProcess(Machine):
             # each call adds what it has, one after the other.
             count = self.contributions.get(label, 0) + exactness.count(tensor)
             self.contributions[label] = count
-            if not exactness.holds_for(tensor) or not (joined or count <= 2):
+            is_exact = exactness.holds_for(tensor) and (joined or count <= 2)
+            # Graphs of gradients are not the same, node by node.
+            if self.is_second_order or not is_exact:
                 self.inexact.add(label)
         transfers = self.transfers.get(self.context, [])
         if joined and not retain:
