@@ -3,6 +3,7 @@
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+N ?= 1000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ CHECKED := $(wildcard tests examples benchmarks)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types layers test unit demo bench format clean
+.PHONY: help setup lint types layers test unit oracle demo bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +54,9 @@ test: lint types layers ## all checks, then all tests
 
 unit: $(READY) ## tests without worker processes
 	$(PYTEST) $(wildcard tests/unit tests/property) tests/test_api.py
+
+oracle: $(READY) ## N random programs against one process, fresh seeds
+	$(BIN)/python -m tests.oracle --count $(N)
 
 demo: $(READY) ## three workers that call each other
 	$(BIN)/python examples/hello.py

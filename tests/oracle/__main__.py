@@ -1,8 +1,8 @@
 """Random programs against one process, from the command line.
 
-    python -m tests.oracle --count 1000              fresh seeds, all modes
-    python -m tests.oracle --mode d --seed 123       one program, shown step by step
-    python -m tests.oracle --mode d --seed 123 --shrink
+python -m tests.oracle --count 1000              fresh seeds, all modes
+python -m tests.oracle --mode d --seed 123       one program, shown step by step
+python -m tests.oracle --mode d --seed 123 --shrink
 """
 
 from __future__ import annotations

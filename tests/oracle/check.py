@@ -55,7 +55,9 @@ class Mismatch(AssertionError):
     """A program came to something else than in one process."""
 
 
-def check(mode: str, seed: int, taken_out: frozenset[int] = frozenset()) -> dict[str, int]:
+def check(
+    mode: str, seed: int, taken_out: frozenset[int] = frozenset()
+) -> dict[str, int]:
     """Runs the program of a seed both ways; returns what was compared, in numbers.
 
     Args:
@@ -78,10 +80,16 @@ def check(mode: str, seed: int, taken_out: frozenset[int] = frozenset()) -> dict
 
 def _wait_for_idle(names: list[str]) -> list[str]:
     left = _ask_all(names, wait_until_idle)
-    return [f"{n} still has {counts}" for n, counts in zip(names, left, strict=True) if counts]
+    return [
+        f"{n} still has {counts}"
+        for n, counts in zip(names, left, strict=True)
+        if counts
+    ]
 
 
-def _ask_all(names: Sequence[str], function: Callable[..., Any], *args: Any) -> list[Any]:
+def _ask_all(
+    names: Sequence[str], function: Callable[..., Any], *args: Any
+) -> list[Any]:
     return [f.wait() for f in [rpc.rpc_async(name, function, args) for name in names]]
 
 

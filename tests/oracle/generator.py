@@ -454,9 +454,7 @@ class _Maker:
         create_graph: bool = False,
     ) -> None:
         self.acts.append(
-            Backward(
-                self.id(), frame, context, tuple(roots), how, retain, create_graph
-            )
+            Backward(self.id(), frame, context, tuple(roots), how, retain, create_graph)
         )
 
     def take(
@@ -499,9 +497,7 @@ class _Maker:
         scope.steps = []
         first = len(scope.kinds)
         total = scope.add(Compute(self.id(), "loss", tuple(numbers), "s"))[0]
-        self.acts.append(
-            Forward(self.id(), frame, context, first, tuple(scope.steps))
-        )
+        self.acts.append(Forward(self.id(), frame, context, first, tuple(scope.steps)))
         return total
 
     def meet_a_call(self, frame: int, context: int) -> int:

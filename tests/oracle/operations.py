@@ -135,7 +135,9 @@ def _mix(*values: Tensor) -> Tensor:
     total = values[0].new_zeros(2, 3)
     for number, value in enumerate(values):
         part = value[1:3] if value.dim() else value
-        total = total + (0.5 + 0.25 * number) * (value if value.shape == (2, 3) else part)
+        total = total + (0.5 + 0.25 * number) * (
+            value if value.shape == (2, 3) else part
+        )
     return torch.sin(total)
 
 

@@ -378,5 +378,3 @@ def _copy(tensor: Tensor, recorded: bool) -> Tensor:
     if tensor.is_leaf and tensor.requires_grad:
         copy.requires_grad_()
     return copy
-
-
