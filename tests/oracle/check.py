@@ -140,7 +140,8 @@ class _Driver:
         for number, context in enumerate(self.contexts):
             for found in _ask_all(self.names, dictionary, self.key, context):
                 for label, gradient in found.items():
-                    self.outcome.gradients["dict", number, *label] = gradient
+                    place = ("dict", number, *label)
+                    self.outcome.gradients[place] = gradient
 
     def _act(self, act: Act) -> None:
         if isinstance(act, Forward):

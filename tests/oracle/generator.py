@@ -347,9 +347,8 @@ class _Maker:
         style: Style = "sync"
         if self.overlaps:
             never = 0.5 if self.strays else 0.0
-            (style,) = self.rng.choices(
-                ["sync", "async", "kept", "dropped"], [5, 4, never, never]
-            )
+            styles: list[Style] = ["sync", "async", "kept", "dropped"]
+            (style,) = self.rng.choices(styles, [5, 4, never, never])
         to = self.rng.randrange(self.num_workers)
         kinds = "fffwti" + ("s" if "s" in scope.kinds else "")
         kinds = "".join(k for k in kinds if scope.find(k))

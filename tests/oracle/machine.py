@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from oracle.operations import (
     IN_PLACE,
@@ -83,6 +84,10 @@ class Place:
         self.program = program
         self.here = here
         self.parameters = make_parameters(program.seed, here)
+        # Keeps the accumulator of each parameter alive. While there is none, torch can
+        # deadlock on a leaf that several threads use: one makes an accumulator, and
+        # wants the interpreter's lock for it, which another has that waits for the leaf.
+        self.accumulators = [get_gradient_edge(p) for p in self.parameters]
         self.stored: dict[int, Tensor] = {}
         self.hooks = HookCounts(only_into_grad=program.mode not in "ac")
         self.leaves: dict[Label, Tensor] = {
@@ -95,7 +100,8 @@ class Place:
         """Leaves that come with calls which are not recorded."""
         for number, tensor in enumerate(tensors):
             if tensor.is_leaf and tensor.requires_grad:
-                self.leaves[(*label, number)] = tensor
+                place = (*label, number)
+                self.leaves[place] = tensor
 
 
 class Frame:

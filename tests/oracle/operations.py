@@ -243,7 +243,7 @@ def sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
 def make_parameters(seed: int, worker: int) -> list[Tensor]:
     """The parameters of a worker."""
     generator = torch.Generator().manual_seed(seed * 16 + worker)
-    made = []
+    made: list[Tensor] = []
     for number, kind in enumerate(PARAMETER_KINDS):
         tensor = torch.randn(SHAPES[kind], dtype=torch.float64, generator=generator)
         if number % 2:
