@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from oracle.operations import (
     IN_PLACE,
@@ -87,7 +86,7 @@ class Place:
         # Keeps the accumulator of each parameter alive. While there is none, torch can
         # deadlock on a leaf that several threads use: one makes an accumulator, and
         # wants the interpreter's lock for it, which another has that waits for the leaf.
-        self.accumulators = [get_gradient_edge(p) for p in self.parameters]
+        self.views = [parameter.view_as(parameter) for parameter in self.parameters]
         self.stored: dict[int, Tensor] = {}
         self.hooks = HookCounts(only_into_grad=program.mode not in "ac")
         self.leaves: dict[Label, Tensor] = {

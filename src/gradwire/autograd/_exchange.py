@@ -354,7 +354,7 @@ class Exchange:
         hold = side.is_implicit and message.is_request
         error = self.send(message.peer, outgoing, hold=hold)
         if error is not None and is_start:
-            self.fail(side, run, error)
+            self.abort(side, run, error)
 
     # ------------------------------------------------------------------------ messages
 
@@ -580,7 +580,7 @@ class Exchange:
                 start = start or self._encode_start(run)
                 # If it cannot be told, the pass cannot succeed.
                 if (error := self.send(to, start)) is not None:
-                    self.fail(side, run, error)
+                    self.abort(side, run, error)
             elif isinstance(instruction, TellDone):
                 self.send(to, encode(PassDone(*side.name, *instruction.pass_id)))
             elif isinstance(instruction, TellAbort):
