@@ -123,7 +123,7 @@ class Side:
             self.state.meet(peer)
             event = self.state.record_send()
             message = SentMessage(self._exchange, self, event, peer, len(tensors))
-            self._tail.append(record(apply_send, message, *tensors))
+            self._tail.append(record(_send, message, tensors))
             self.num_sends += 1
             return event, self.state.begun
 
@@ -221,3 +221,14 @@ class Side:
 
 def _make_anchor() -> Tensor:
     return torch.zeros((), requires_grad=True)
+
+
+def _send(message: SentMessage, tensors: list[Tensor]) -> Tensor:
+    # Torch finds the accumulator of a leaf under a lock for which another thread may
+    # hold up the interpreter: an operation of torch's own lets go of that, our node
+    # does not. So no leaf goes to the node directly.
+    inputs = [
+        t.view_as(t) if t.is_leaf and t.layout is torch.strided else t for t in tensors
+    ]
+    token: Tensor = apply_send(message, *inputs)
+    return token
