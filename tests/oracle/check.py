@@ -75,7 +75,7 @@ def check(
     chosen = random.Random(seed).sample(others, program.num_workers - 1)
     names = [f"w{rank}" for rank in [me, *chosen]]
     outcome = _Driver(program, names).run()
-    return _compare(reference, outcome, _wait_for_idle(names))
+    return compare(reference, outcome, _wait_for_idle(names))
 
 
 def _wait_for_idle(names: list[str]) -> list[str]:
@@ -93,7 +93,7 @@ def _ask_all(
     return [f.wait() for f in [rpc.rpc_async(name, function, args) for name in names]]
 
 
-class _Outcome:
+class Outcome:
     """What a program came to on the workers."""
 
     def __init__(self) -> None:
@@ -108,9 +108,9 @@ class _Driver:
         self.key = key_of(program)
         self.frames: dict[int, Frame] = {}
         self.contexts: list[autograd.Context] = []
-        self.outcome = _Outcome()
+        self.outcome = Outcome()
 
-    def run(self) -> _Outcome:
+    def run(self) -> Outcome:
         calls = [
             rpc.rpc_async(name, set_up, (self.program, here, self.names))
             for here, name in enumerate(self.names)
@@ -238,8 +238,8 @@ class _Driver:
 # --------------------------------------------------------------------------- comparison
 
 
-def _compare(
-    reference: Reference, outcome: _Outcome, problems: list[str]
+def compare(
+    reference: Reference, outcome: Outcome, problems: list[str]
 ) -> dict[str, int]:
     counts = dict.fromkeys(("none", "zeros", "exact", "close", "hooks"), 0)
     for report in outcome.reports:

@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable
 
-from cluster import Cluster, ClusterError
+from cluster import Cluster, ClusterError, Handle
 from oracle.check import check
 from oracle.generator import MAX_WORKERS, make_program
 from oracle.programs import Program
@@ -53,20 +53,37 @@ class Workers:
         Raises:
             ProgramFailed: It did not come to what it comes to in one process.
         """
-        try:
-            counts: dict[str, int] = self._cluster.run(
-                seed % MAX_WORKERS,
-                check,
-                mode,
-                seed,
-                frozenset(taken_out),
-                timeout=self._limit_s,
-            )
-        except Exception as error:
-            self._replace()
-            program = make_program(mode, seed).without(set(taken_out))
-            raise ProgramFailed(error, program) from None
-        return counts
+        started = self._start_check(mode, seed, frozenset(taken_out))
+        return self._results([started])[0]
+
+    def check_together(self, modes: str, seed: int) -> list[dict[str, int]]:
+        """Runs programs at the same time, each with a driver of its own.
+
+        Raises:
+            ProgramFailed: One of them did not come to what it should; the first.
+        """
+        started = [
+            self._start_check(mode, seed + driver)
+            for driver, mode in enumerate(modes[:MAX_WORKERS])
+        ]
+        return self._results(started)
+
+    def _start_check(
+        self, mode: str, seed: int, taken_out: frozenset[int] = frozenset()
+    ) -> tuple[Program, Handle]:
+        program = make_program(mode, seed).without(set(taken_out))
+        driver = seed % MAX_WORKERS
+        return program, self._cluster.start(driver, check, mode, seed, taken_out)
+
+    def _results(self, started: list[tuple[Program, Handle]]) -> list[dict[str, int]]:
+        results: list[dict[str, int]] = []
+        for program, handle in started:
+            try:
+                results.append(handle.result(self._limit_s))
+            except Exception as error:
+                self._replace()
+                raise ProgramFailed(error, program) from None
+        return results
 
     def _replace(self) -> None:
         with contextlib.suppress(ClusterError):

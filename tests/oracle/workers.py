@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gradwire import autograd, rpc
 from gradwire.errors import UnknownContext
+from gradwire.rpc.functions import async_execution
 from oracle.machine import Frame, Label, Machine, Place, roots_of
 from oracle.operations import sum_of_squares
-from oracle.programs import Call, Program
+from oracle.programs import Body, Call, Program
 
 LIMIT_S = 4.0
 POLL_S = 0.0005
@@ -31,7 +32,7 @@ class Site(Place):
     def __init__(self, program: Program, here: int, names: list[str]) -> None:
         super().__init__(program, here)
         self.names = names
-        self.machine = Workers(self)
+        self.machine = RemoteCalls(self)
         self.futures: list[Any] = []
         self.problems: list[str] = []
         own = [n for n in program.reached_bodies() if program.bodies[n].here == here]
@@ -49,27 +50,61 @@ class Site(Place):
             return self.changed.wait_for(lambda: self.left_to_serve <= 0, LIMIT_S)
 
 
-class Workers(Machine):
+class RemoteCalls(Machine):
     """Makes calls with gradwire."""
 
     def __init__(self, site: Site) -> None:
         self.names = site.names
 
     def start(self, frame: Frame, call: Call, packed: Any) -> Any:
-        site = frame.place
-        assert isinstance(site, Site)
-        arguments = (key_of(site.program), call.body, call.id, packed)
+        program = frame.place.program
+        handler = _handler(call, program.bodies[call.body])
+        arguments = (key_of(program), call.body, call.id, packed)
+        name = self.names[call.to]
         if call.style == "sync":
-            return rpc.rpc_sync(self.names[call.to], serve, arguments)
-        return rpc.rpc_async(self.names[call.to], serve, arguments)
+            return rpc.rpc_sync(name, handler, arguments)
+        if call.style == "async" and call.id % 4 == 0:
+            return _InThread(name, handler, arguments, call.is_recorded)
+        return rpc.rpc_async(name, handler, arguments)
 
     def finish(self, started: Any) -> Any:
-        return started.wait() if isinstance(started, torch.futures.Future) else started
+        if isinstance(started, (torch.futures.Future, _InThread)):
+            return started.wait()
+        return started
 
     def let_go(self, frame: Frame, call: Call, started: Any) -> None:
         if call.style == "kept":
             assert isinstance(frame.place, Site)
             frame.place.futures.append(started)
+
+
+class _InThread:
+    """A call that a thread of its own makes, in the same context."""
+
+    def __init__(
+        self, name: str, handler: Any, arguments: tuple[Any, ...], is_recorded: bool
+    ) -> None:
+        self._what = name, handler, arguments
+        self._is_recorded = is_recorded
+        self._result: Any = None
+        self._error: BaseException | None = None
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=(self._run,), daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        name, handler, arguments = self._what
+        try:
+            with torch.set_grad_enabled(self._is_recorded):
+                self._result = rpc.rpc_sync(name, handler, arguments)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> Any:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 _sites: dict[str, Site] = {}
@@ -93,6 +128,28 @@ def serve(key: str, body: int, call: int, packed: Any) -> Any:
         raise
     finally:
         site.note_served()
+
+
+async def serve_as_coroutine(key: str, body: int, call: int, packed: Any) -> Any:
+    """The same. All coroutines of a worker share a thread, which must not wait."""
+    return serve(key, body, call, packed)
+
+
+@async_execution
+def serve_later(key: str, body: int, call: int, packed: Any) -> Any:
+    """The same, in a callback."""
+    turn = rpc.rpc_async(rpc.get_worker_info().name, int)
+    return turn.then(lambda _: serve(key, body, call, packed))
+
+
+def _handler(call: Call, body: Body) -> Callable[..., Any]:
+    """How a body is run, mostly as a plain function."""
+    if call.id % 5 == 0:
+        return serve_later
+    has_calls = any(isinstance(step, Call) for step in body.steps)
+    if call.id % 3 == 0 and not has_calls:
+        return serve_as_coroutine
+    return serve
 
 
 # ------------------------------------------------------------------ asked by the driver

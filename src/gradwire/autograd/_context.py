@@ -223,12 +223,15 @@ def _make_anchor() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
+_alias = torch.ops.aten.alias.default
+
+
 def _send(message: SentMessage, tensors: list[Tensor]) -> Tensor:
     # Torch finds the accumulator of a leaf under a lock for which another thread may
     # hold up the interpreter: an operation of torch's own lets go of that, our node
     # does not. So no leaf goes to the node directly.
     inputs = [
-        t.view_as(t) if t.is_leaf and t.layout is torch.strided else t for t in tensors
+        _alias(t) if t.is_leaf and t.layout is torch.strided else t for t in tensors
     ]
     token: Tensor = apply_send(message, *inputs)
     return token
