@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from oracle.operations import IN_PLACE, MATERIALISING, OPERATIONS
 from oracle.programs import (
+    FITS,
     IN_CONTEXT,
     PARAMETER_KINDS,
     SECOND_ORDER,
@@ -111,7 +112,7 @@ class Scope:
                 where.setdefault(worker, []).extend(found)
 
     def find(self, kind: str) -> list[int]:
-        fits = "fx" if kind == "f" else kind
+        fits = FITS.get(kind, kind)
         return [i for i, k in enumerate(self.kinds) if k in fits]
 
 
@@ -254,6 +255,8 @@ class _Maker:
             self._compute(scope)
 
     def _compute(self, scope: Scope) -> None:
+        if "i" not in scope.kinds and self.chance(0.2):
+            scope.add(Compute(self.id(), "make_rows", (), "i"))
         names = [
             name
             for name, operation in OPERATIONS.items()
@@ -280,7 +283,7 @@ class _Maker:
     def _hook(self, scope: Scope) -> None:
         action: Literal["scale", "observe", "retain", "after"]
         action = self.rng.choice(["scale", "scale", "scale", "observe", "retain"])
-        number = self.pick(scope, "".join(k for k in "fwts" if k in scope.kinds))
+        number = self.pick(scope, "fwt" + ("s" if "s" in scope.kinds else ""))
         scope.uses[number] -= 1
         if action == "retain" and (self.through or self.second_order):
             # In a pass that leaves remote leaves alone hooks may run that a single
@@ -404,6 +407,11 @@ class _Maker:
             refs.append(len(scope.kinds) - 1)
         for _ in range(self.rng.choice([0, 0, 1, 2])):
             refs.append(self.rng.randrange(len(scope.kinds)))
+        if self.materialises and scope.is_waited_for and self.chance(0.4):
+            # Often unused, and often all that uses the parameter.
+            parameter = scope.first_parameter + self.rng.randrange(2)
+            step = Compute(self.id(), MATERIALISING, (parameter,), "f")
+            refs += scope.add(step, [_LITTLE])
         return self.packing(refs)
 
     def _join(self, scope: Scope, number: int) -> None:

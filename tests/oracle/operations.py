@@ -16,7 +16,14 @@ from oracle.programs import PARAMETER_KINDS
 # mypy: disable-error-code="no-untyped-call"
 
 NUM_ROWS = 5
-SHAPES = {"f": (2, 3), "x": (2, 3), "w": (3, 3), "t": (NUM_ROWS, 3), "s": ()}
+SHAPES = {
+    "f": (2, 3),
+    "x": (2, 3),
+    "w": (3, 3),
+    "t": (NUM_ROWS, 3),
+    "u": (NUM_ROWS, 3),
+    "s": (),
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Operation:
     """A local operation.
 
     Attributes:
-        takes: Kinds of its inputs; ``f`` takes ``x`` as well.
+        takes: Kinds of its inputs; see `FITS`.
         gives: Kinds of its results.
         run: What it does.
         is_fresh: Nothing refers to its result, so it may be changed in place.
@@ -166,12 +173,12 @@ OPERATIONS: dict[str, Operation] = {
     "where": Operation("ff", "f", lambda a, b: torch.where(a > b, a, b)),
     "scaled": Operation("fs", "f", lambda a, s: a * torch.tanh(s)),
     "norm": Operation("f", "s", lambda a: ((a**2).sum() + 0.1).sqrt()),
-    "rows": Operation("ti", "f", lambda t, i: F.embedding(i, t)),
+    "rows": Operation("ti", "f", lambda t, i: F.embedding(i, t), weight=3),
     "sparse_rows": Operation(
-        "ti", "f", lambda t, i: F.embedding(i, t, sparse=True), twice=False
+        "pi", "f", lambda t, i: F.embedding(i, t, sparse=True), twice=False, weight=4
     ),
-    "table": Operation("tf", "t", lambda t, a: torch.cat([t[:3], a]), weight=0.5),
-    "make_rows": Operation("", "i", lambda: torch.tensor([1, 3]), weight=0.5),
+    "table": Operation("tf", "u", lambda t, a: torch.cat([t[:3], a]), weight=0.5),
+    "make_rows": Operation("", "i", lambda: torch.tensor([1, 3]), weight=0.0),
     "next_rows": Operation("i", "i", lambda i: (i + 1) % NUM_ROWS, weight=0.5),
     "cube": Operation("f", "f", Cube.apply),
     "pair": Operation("ff", "ff", Pair.apply),

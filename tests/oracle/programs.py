@@ -9,8 +9,10 @@ the parameters of the worker that runs it, then what the steps before have added
 value has a kind, known before the program runs:
 
     f  float64, 2 x 3        x  the same, expanded: several elements share their memory
-    w  float64, 3 x 3        t  float64, 5 x 3, a table of rows
-    s  float64, a scalar     i  int64, two row numbers
+    w  float64, 3 x 3        s  float64, a scalar
+    t  float64, 5 x 3, a table of rows; its gradient may be sparse
+    u  the same, computed: its gradient may not
+    i  int64, two row numbers
 
 Modes:
 
@@ -32,6 +34,8 @@ IN_CONTEXT = "abc"
 SECOND_ORDER = "ce"
 
 PARAMETER_KINDS = "ffwt"
+FITS = {"f": "fx", "t": "tu", "p": "t"}
+"""What an operation takes, if that is more than one kind; ``p`` is a plain table."""
 
 Style = Literal["sync", "async", "kept", "dropped"]
 """How a call is made: waited for at once; waited for later by a `Join`; never waited
