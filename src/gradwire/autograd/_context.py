@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.autograd._functions import apply_recv, apply_send, token_of
+from gradwire.autograd._functions import CHAIN_END, apply_recv, apply_send, token_of
 from gradwire.autograd._messages import is_implicit
 from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 from gradwire.autograd._passes import ContextState, PassId, TellNone
@@ -104,8 +104,9 @@ class Side:
         # Guards all below, and gives events their order: callers, readers, passes.
         self.lock = threading.Lock()
         self.state = ContextState(exchange.me, exchange.describe)
-        self.anchor = record(_make_anchor)
-        self._tail: list[Tensor] = [self.anchor]
+        self._tail: list[Tensor] = [CHAIN_END]
+        # Messages that have left, or are about to, and whose nodes are not made yet.
+        self._unrecorded: list[tuple[SentMessage, list[Tensor]]] = []
         self.num_sends = 0
         self.recvs: list[Received] = []
         self.gradients: dict[Tensor, Tensor] = {}
@@ -119,13 +120,32 @@ class Side:
         self, peer: int, tensors: list[Tensor]
     ) -> tuple[int, PassId | None]:
         """A message leaves; returns its number, and the last pass that had begun."""
+        number = self.announce_send(peer, tensors)
+        self.finish_sends()
+        return number
+
+    def announce_send(
+        self, peer: int, tensors: list[Tensor]
+    ) -> tuple[int, PassId | None]:
+        """As `record_send`, but leaves the node to `finish_sends`, or to who needs it."""
         with self.lock:
             self.state.meet(peer)
             event = self.state.record_send()
             message = SentMessage(self._exchange, self, event, peer, len(tensors))
-            self._tail.append(record(_send, message, tensors))
+            self._unrecorded.append((message, tensors))
             self.num_sends += 1
             return event, self.state.begun
+
+    def finish_sends(self) -> None:
+        """Makes the nodes of messages that were announced."""
+        with self.lock:
+            self._make_sends()
+
+    def _make_sends(self) -> None:
+        if self._unrecorded:
+            unrecorded, self._unrecorded = self._unrecorded, []
+            for message, tensors in unrecorded:
+                self._tail.append(record(_send, message, tensors))
 
     def join(
         self, peer: int, after: tuple[int, int] | None, consumed: int = -1
@@ -165,12 +185,13 @@ class Side:
             tail = self._live_tail()
             *_, token = record(apply_recv, message, tensors, self.holds_weakly, *tail)
             node = weakref.ref(token.grad_fn)
-            self._tail = [self.anchor] if self.holds_weakly else [token]
+            self._tail = [CHAIN_END] if self.holds_weakly else [token]
             self.recvs.append(Received(peer, number, node))
             return answers
 
     def _live_tail(self) -> list[Tensor]:
         """The tail, and the recvs that it does not hold because only the program may."""
+        self._make_sends()
         if not self.holds_weakly:
             return self._tail
         tokens = [token_of(node) for node in self.live_recvs()]
@@ -184,7 +205,7 @@ class Side:
 
     def peek_tail(self) -> list[Tensor]:
         """The tokens that a pass would begin with; the caller holds the lock."""
-        return [token for token in self._live_tail() if token is not self.anchor]
+        return [token for token in self._live_tail() if token is not CHAIN_END]
 
     def take_tail(self, retain: bool) -> tuple[list[Tensor], list[Received]]:
         """The roots and the recvs of a pass that begins; the caller holds the lock."""
@@ -193,7 +214,7 @@ class Side:
         if retain:
             recvs = list(recvs)
         else:
-            self._tail, self.recvs, self.num_sends = [self.anchor], [], 0
+            self._tail, self.recvs, self.num_sends = [CHAIN_END], [], 0
         return roots, recvs
 
     def shed_sends(self) -> None:
@@ -203,7 +224,7 @@ class Side:
         it. A send that no recv came after can be reached by nobody.
         """
         if self.holds_weakly and not self.calls:
-            self._tail = [self.anchor]
+            self._tail = [CHAIN_END]
 
     def is_busy(self) -> bool:
         """Whether the call that this context belongs to is still under way."""
@@ -213,14 +234,11 @@ class Side:
         """Drops all that keeps graphs alive."""
         with self.lock:
             # Taken out first: what dies with a graph may run any code.
-            doomed = self._tail, self.recvs, self.gradients
-            self._tail, self.recvs, self.gradients = [self.anchor], [], {}
+            doomed = self._tail, self._unrecorded, self.recvs, self.gradients
+            self._tail, self._unrecorded = [CHAIN_END], []
+            self.recvs, self.gradients = [], {}
             self.calls.clear()
         del doomed
-
-
-def _make_anchor() -> Tensor:
-    return torch.zeros((), requires_grad=True)
 
 
 _alias = torch.ops.aten.alias.default

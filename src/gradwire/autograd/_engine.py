@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._averaged import refuse_averaged
-from gradwire.autograd._functions import apply_start
+from gradwire.autograd._functions import ANCHOR, apply_start
 from gradwire.autograd._torch_private import record, run_engine
 
 __all__ = ["Destination", "accumulate", "leaves_of", "run_backward"]
@@ -40,7 +40,6 @@ def run_backward(
     seeds: Sequence[Tensor],
     tail: Sequence[Tensor],
     destination: Destination,
-    anchor: Tensor,
     on_start: Callable[[], None],
     *,
     label: str,
@@ -55,8 +54,6 @@ def run_backward(
         seeds: Their gradients.
         tail: Tokens.
         destination: See above.
-        anchor: The leaf at the end of the chain: it makes the engine take every wire
-            node for needed, also those that lead to no leaf of interest.
         on_start: Called by the engine before any code of the user's. Without losses the
             first node is one of ours, and it is not called.
         label: What to call the context in errors.
@@ -72,7 +69,7 @@ def run_backward(
         begin = (record(apply_start, on_start, seeds, len(tail), *roots, *tail),)
     wanted = inputs
     if destination is Destination.INTO_DICTIONARY:
-        wanted = [leaf for leaf in leaves_of(begin) if leaf is not anchor]
+        wanted = [leaf for leaf in leaves_of(begin) if leaf is not ANCHOR]
         refuse_averaged(wanted, label)
     is_into_grad = destination is Destination.INTO_GRAD
     try:
@@ -81,7 +78,7 @@ def run_backward(
             (_SEED,) * len(begin),
             retain_graph or create_graph,
             create_graph,
-            () if is_into_grad else (anchor, *wanted),
+            () if is_into_grad else (ANCHOR, *wanted),
             allow_unreachable=True,
             accumulate_grad=is_into_grad,
         )

@@ -25,6 +25,7 @@ from gradwire.autograd._messages import (
     PassDone,
     PassStart,
     is_implicit,
+    key_of_call,
     opener_of,
 )
 from gradwire.autograd._nodes import ReceivedMessage
@@ -114,7 +115,6 @@ class Exchange:
                 seeds,
                 tail,
                 run.destination,
-                run.side.anchor,
                 lambda: self._claim(run, current_task()),
                 label=run.side.label,
                 retain_graph=run.retain,
@@ -157,6 +157,11 @@ class Exchange:
     def _claim(self, run: Run, task: int) -> None:
         run.task = task
         self.tasks[task] = run
+
+    def name_of_call(self, call_id: int) -> ContextName:
+        """The context that a call of ours is by itself."""
+        key = key_of_call(self.me, call_id)
+        return ContextName(key, self.agent.network.incarnation)
 
     def wait_for_children(self, run: Run) -> None:
         for rank, outcome in run.children.items():
@@ -349,10 +354,7 @@ class Exchange:
             outgoing = encode(out, values, flags)
         else:
             outgoing = encode(out, values)
-        # The caller of a call waits for these and for our end, which mostly comes at
-        # once: they leave together. (What is held back leaves before long in any case.)
-        hold = side.is_implicit and message.is_request
-        error = self.send(message.peer, outgoing, hold=hold)
+        error = self.send(message.peer, outgoing)
         if error is not None and is_start:
             self.abort(side, run, error)
 
@@ -615,12 +617,10 @@ class Exchange:
     ) -> None:
         self.send(to, encode(PassAbort(*name, *pass_id), cause))
 
-    def send(
-        self, rank: int, outgoing: Outgoing, *, hold: bool = False
-    ) -> GradwireError | None:
+    def send(self, rank: int, outgoing: Outgoing) -> GradwireError | None:
         """Sends to a worker; returns why not. Whoever needs it is told by `peer_lost`."""
         try:
-            self.agent.send(self.agent.network.find(rank), outgoing, hold=hold)
+            self.agent.send(self.agent.network.find(rank), outgoing)
         except GradwireError as error:
             return error.with_traceback(None)  # it holds the frames of our callers
         return None

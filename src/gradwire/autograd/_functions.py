@@ -21,10 +21,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 
-__all__ = ["apply_recv", "apply_send", "apply_start", "token_of"]
+__all__ = ["ANCHOR", "CHAIN_END", "apply_recv", "apply_send", "apply_start", "token_of"]
 
 # Torch's own declarations of these methods are loose.
 # mypy: disable-error-code="override,no-untyped-call"
+
+
+ANCHOR = torch.zeros((), requires_grad=True)
+"""The leaf at the end of all chains: it makes the engine take every wire node for needed,
+also those that lead to no leaf of interest. It never gets a gradient."""
+CHAIN_END = ANCHOR.view_as(ANCHOR)
+"""What a chain begins with, as a token. Not the leaf itself: see `_context._send`."""
 
 
 class Send(torch.autograd.Function):

@@ -6,8 +6,8 @@ call that is recorded is a context of its own.
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -49,9 +49,6 @@ from gradwire.rpc.extension import (
     Scope,
 )
 from gradwire.wire import TRACKED
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Recorder"]
 
@@ -103,6 +100,10 @@ class Recorder(Interceptor):
         if side is None and is_grad_enabled and not tracked and autocast is None:
             return None
         header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
+        note = _CallNote(exchange, side)
+        history = [tensors[i] for i in tracked]
+        if history:
+            header.flags |= MESSAGE_HAS_HISTORY
         if side is not None:
             header.key, header.incarnation = side.name
             if side.into_grad:
@@ -111,23 +112,14 @@ class Recorder(Interceptor):
                 side.state.meet(peer.info.id)
                 header.after = side.state.begun
                 header.consumed = side.state.consumed_by
-        elif tracked:
-            own = ContextName(
-                key_of_call(exchange.me, call_id), self.agent.network.incarnation
-            )
-            side = exchange.registry.add_call(
-                own, _call_label(label, self.agent.info.name), is_caller=True
-            )
-        event = -1
-        if tracked and side is not None:
-            header.flags |= MESSAGE_HAS_HISTORY
-            history = [tensors[i] for i in tracked]
-            event, header.after = side.record_send(peer.info.id, history)
-            header.message = event
-        flags = tracked if is_grad_enabled else _cut(tensors)
-        note = _CallNote(exchange, Addition(encode_header(header), flags), side, event)
-        if side is not None:
+            if history:
+                note.event, header.after = side.announce_send(peer.info.id, history)
+                header.message = note.event
             side.calls.add(note)
+        elif history:
+            note.begin_own(label, peer.info.id, call_id, history)
+        flags = tracked if is_grad_enabled else _cut(tensors)
+        note.addition = Addition(encode_header(header), flags)
         return note
 
     def received_reply(
@@ -143,9 +135,7 @@ class Recorder(Interceptor):
         exchange = self.exchange
         if note is not None and not isinstance(note, _CallNote):
             raise AssertionError("a note of another layer")
-        side = note.side if note is not None else None
-        if note is not None and side is not None:
-            side.calls.discard(note)
+        side = note.answered() if note is not None else None
         if header is None:
             if side is not None and side.is_implicit:
                 exchange.releases.end(side)  # nothing came back that could lead there
@@ -153,12 +143,10 @@ class Recorder(Interceptor):
         reply: ReplyHeader = decode_header(ReplyHeader, header)
         lease = None
         if reply.key is None:
-            name = ContextName(
-                key_of_call(exchange.me, call_id), self.agent.network.incarnation
-            )
+            name = exchange.name_of_call(call_id)
             if side is None:
                 side = exchange.registry.add_call(
-                    name, _call_label(label, self.agent.info.name), is_caller=True
+                    name, call_label(label, self.agent.info.name), is_caller=True
                 )
             lease = exchange.releases.lease(name)
         if side is None or side.is_released:
@@ -178,9 +166,7 @@ class Recorder(Interceptor):
         """See `Interceptor`."""
         reply: ReplyHeader = decode_header(ReplyHeader, header)
         if reply.key is None:
-            name = ContextName(
-                key_of_call(self.exchange.me, call_id), self.agent.network.incarnation
-            )
+            name = self.exchange.name_of_call(call_id)
             self.exchange.releases.tell_callee(peer.info.id, name)
         else:
             name = ContextName(reply.key, reply.incarnation)
@@ -206,7 +192,7 @@ class Recorder(Interceptor):
             scope = _CallScope(exchange, peer, name, label, call)
             if call is not None and call.flags & MESSAGE_HAS_HISTORY:
                 scope.side = exchange.registry.add_call(
-                    name, _call_label(label, peer.info.name), is_caller=False
+                    name, call_label(label, peer.info.name), is_caller=False
                 )
                 scope.side.is_serving = True
         else:
@@ -247,30 +233,72 @@ class Recorder(Interceptor):
 
 
 class _CallNote(Note):
-    """A call of ours: its place in a context, until it ends."""
+    """A call of ours: its place in a context, until it ends.
 
-    __slots__ = ("_event", "_exchange", "made_in", "side")
+    The caller's side of a call that is a context of its own is made while the call is on
+    its way, or when its answer comes, whichever is first.
+    """
 
-    def __init__(
-        self, exchange: Exchange, addition: Addition, side: Side | None, event: int
-    ) -> None:
-        super().__init__(addition)
+    __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in")
+
+    def __init__(self, exchange: Exchange, side: Side | None) -> None:
+        super().__init__()
         self._exchange = exchange
-        self.side = side
-        self._event = event
+        self._side = side
+        self._own: tuple[str, int, int, list[Tensor]] | None = None
+        # Guards the two above: the thread that calls, and the one that reads the answer.
+        self._lock = threading.Lock()
+        self.event = -1
         is_made_in_backward = current_task() != NO_TASK
         self.made_in = TaskWatch() if is_made_in_backward else None
 
+    def begin_own(
+        self, label: str, peer: int, call_id: int, tensors: list[Tensor]
+    ) -> None:
+        """The call is a context of its own, and these are its first message."""
+        self._own = label, peer, call_id, tensors
+        if peer == self._exchange.me:
+            self.sent()  # both ends are one side, whose first event this is
+
+    def sent(self) -> None:
+        """See `Note`."""
+        with self._lock:
+            if self._own is not None:
+                self._make_side(*self._own)
+                self._own = None
+            elif self._side is not None:
+                self._side.finish_sends()
+
+    def _make_side(
+        self, label: str, peer: int, call_id: int, tensors: list[Tensor]
+    ) -> None:
+        exchange = self._exchange
+        name = exchange.name_of_call(call_id)
+        label = call_label(label, exchange.agent.info.name)
+        self._side = exchange.registry.add_call(name, label, is_caller=True)
+        self._side.calls.add(self)
+        self._side.record_send(peer, tensors)
+
+    def answered(self) -> Side | None:
+        """The side of the call, which is over."""
+        if self._own is not None:
+            self.sent()
+        if (side := self._side) is not None:
+            side.calls.discard(self)
+        return side
+
     def failed(self, *, was_sent: bool) -> None:
         """See `Note`."""
-        side = self.side
+        with self._lock:
+            self._own = None
+            side = self._side
         if side is None:
             return
         side.calls.discard(self)
         if side.is_implicit:
             self._exchange.releases.end(side)
-        elif not was_sent and self._event >= 0:
-            self._exchange.mark_dead(side, self._event)
+        elif not was_sent and self.event >= 0:
+            self._exchange.mark_dead(side, self.event)
 
 
 class _CallScope(Scope):
@@ -324,7 +352,7 @@ class _CallScope(Scope):
         if side is None:
             side = self.side = self._exchange.registry.add_call(
                 self._name,
-                _call_label(self._label, self._peer.info.name),
+                call_label(self._label, self._peer.info.name),
                 is_caller=self._peer.info.id == self._exchange.me,
             )
         side.is_serving = False
@@ -370,5 +398,5 @@ def _cut(tensors: list[Tensor]) -> dict[int, int] | None:
     } or None
 
 
-def _call_label(function: str, caller: str) -> str:
+def call_label(function: str, caller: str) -> str:
     return f"the call of {function} by worker {caller!r}"

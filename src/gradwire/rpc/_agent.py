@@ -52,7 +52,12 @@ from gradwire.rpc._serving import (
 )
 from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import interruptible, shielded
-from gradwire.rpc._turn import LOOK_S, about_to_block, current_turn
+from gradwire.rpc._turn import (
+    LOOK_S,
+    about_to_block,
+    call_for_help,
+    current_turn,
+)
 from gradwire.transport import Frame
 from gradwire.wire import (
     Call,
@@ -268,6 +273,8 @@ class Agent:
         except BaseException:
             peer.calls.take(call.id)
             raise
+        for note in call.notes.values():
+            note.sent()
         if hold:
             self._monitor.call_by(time.monotonic() + LOOK_S)
         if ticket is not None:
@@ -321,13 +328,12 @@ class Agent:
 
         return encode(message, value, on_tensors=add_headers)
 
-    def send(self, peer: Peer, outgoing: Outgoing, *, hold: bool = False) -> None:
+    def send(self, peer: Peer, outgoing: Outgoing) -> None:
         """Sends a one-way message; never blocks. The memory of tensors is kept alive.
 
         Args:
             peer: Where it goes; there must have been a connection.
             outgoing: The message.
-            hold: More follows, mostly at once; it leaves before long in any case.
 
         Raises:
             PeerLostError: The peer is gone.
@@ -337,11 +343,9 @@ class Agent:
             raise peer.error()
         try:
             # The ticket is of no interest: whoever sends here gives the tensors away.
-            link.send(outgoing.head, outgoing.buffers, hold=hold)
+            link.send(outgoing.head, outgoing.buffers)
         except TransportError:
             raise self._lost_error(peer) from None
-        if hold:
-            self._monitor.call_by(time.monotonic() + LOOK_S)
 
     def run_soon(self, work: Callable[[], None]) -> None:
         """Runs something on a thread of the pool."""
@@ -362,10 +366,8 @@ class Agent:
             own_limit = time.monotonic() + timeout_s
             limit = min(limit, own_limit) if limit else own_limit
         with shielded():
-            link.flush()
-            about_to_block()
-            if peer is not None and not call.done and thread_state_is_clean():
-                link.read_as_caller(lambda: call.done, limit, peer.calls)
+            if peer is not None and not call.done:
+                self._read_until(link, peer, call, limit)
             if not call.done:
                 link.waits_elsewhere(+1)
                 try:
@@ -390,18 +392,7 @@ class Agent:
         link = peer.link
         with shielded():
             if link is not None:
-                turn = current_turn()
-                if turn is not None and turn.link is link and not turn.is_over:
-                    link.handle_rest(turn)
-                link.flush()
-                about_to_block()
-                if not outcome.done and thread_state_is_clean():
-                    link.read_as_caller(
-                        lambda: outcome.done,
-                        limit,
-                        peer.calls,
-                        unless_under_way=True,
-                    )
+                self._read_until(link, peer, outcome, limit, unless_under_way=True)
             if not outcome.done:
                 if link is not None:
                     link.waits_elsewhere(+1)
@@ -412,6 +403,35 @@ class Agent:
                     if link is not None:
                         link.waits_elsewhere(-1)
         return outcome.done
+
+    def _read_until(
+        self,
+        link: Link,
+        peer: Peer,
+        outcome: Outcome,
+        limit: float,
+        *,
+        unless_under_way: bool = False,
+    ) -> None:
+        """Reads on this thread, before it blocks, if it may; see `Link.read_as_caller`."""
+        link.flush()
+        turn = current_turn()
+        in_turn = turn is not None and turn.link is link and not turn.is_over
+        if not thread_state_is_clean():
+            return
+        if in_turn and turn is not None:
+            call_for_help()
+            link.read_in_turn(
+                turn, lambda: outcome.done, limit, unless_under_way=unless_under_way
+            )
+        else:
+            about_to_block()
+            link.read_as_caller(
+                lambda: outcome.done,
+                limit,
+                peer.calls,
+                unless_under_way=unless_under_way,
+            )
 
     def _wait_for_others(
         self, call: PendingCall, peer: Peer | None, limit: float

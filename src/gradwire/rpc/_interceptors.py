@@ -62,6 +62,12 @@ class Note:
         self.call: PendingCall | None = None
         """Set when the call is about to be sent."""
 
+    def sent(self) -> None:
+        """The call is on its way: what is done here does not delay it.
+
+        Its answer may come at the same time, on another thread.
+        """
+
     def failed(self, *, was_sent: bool) -> None:
         """No value will come: not sent, raised there, timed out, lost."""
 

@@ -176,19 +176,23 @@ class Link:
                 return
             self.flush()
             self._quiet_since = time.perf_counter()
-            if not self._gauge.spin(self._is_ready):
+            # Whoever waits for what this thread has read needs the interpreter now.
+            if self._num_waiting or not self._gauge.spin(self._is_ready):
                 return
             self._gauge.note(time.perf_counter() - self._quiet_since)
 
-    def end_turn(self, turn: Turn, *, later: bool = False) -> None:
+    def end_turn(
+        self, turn: Turn, *, later: bool = False, if_since: float | None = None
+    ) -> None:
         """Lets other threads read, and serve what the turn has not begun. Idempotent.
 
         Args:
             turn: The turn.
             later: Whoever had it will be back very soon; if not, `check_turn` arms.
+            if_since: Only if it still serves what it began to serve then.
         """
         with self._lock:
-            if turn.is_over:
+            if turn.is_over or if_since not in (None, turn.serving_since):
                 return
             turn.is_over = True
             self._reader = self._turn = None
@@ -220,7 +224,7 @@ class Link:
             return False
         since = turn.serving_since
         if since and now - since > LONGEST_TURN_S:
-            self.end_turn(turn)
+            self.end_turn(turn, if_since=since)
             return False
         return True
 
@@ -258,21 +262,7 @@ class Link:
         before = current_turn()
         set_turn(turn)
         try:
-            while not is_done():
-                interruptible(self._wait, deadline)
-                frames = self._receive()
-                if frames:
-                    self._owner.turn_begins()
-                    self._queue_up(frames, turn, requests_too=False)
-                    self._work_off(turn)
-                    with self._lock:
-                        if turn.is_over:
-                            return
-                        turn.serving_since = 0.0
-                elif self.connection.end is not None or (
-                    deadline and time.monotonic() >= deadline
-                ):
-                    return
+            self._read_until(turn, is_done, deadline)
         finally:
             set_turn(before)
             # A caller that calls again and again waits for its next answer in a moment:
@@ -285,18 +275,63 @@ class Link:
             if later:
                 self._owner.turn_begins()
 
-    def handle_rest(self, turn: Turn) -> None:
-        """Handles what the turn has read, except for requests, before its thread waits.
+    def read_in_turn(
+        self,
+        turn: Turn,
+        is_done: Callable[[], bool],
+        deadline: float,
+        *,
+        unless_under_way: bool = False,
+    ) -> None:
+        """As `read_as_caller`, for a thread whose turn at this link it is.
+
+        It keeps its turn: another thread that were woken to read would only fight with it
+        for the interpreter lock.
+        """
+        self._handle_rest(turn)
+        with self._lock:
+            if turn.is_over or (unless_under_way and self._undelivered):
+                return
+            turn.serving_since = 0.0
+        try:
+            self._read_until(turn, is_done, deadline)
+        finally:
+            turn.serving_since = time.monotonic()
+
+    def _read_until(
+        self, turn: Turn, is_done: Callable[[], bool], deadline: float
+    ) -> None:
+        while not is_done():
+            interruptible(self._wait, deadline)
+            frames = self._receive()
+            if frames:
+                self._owner.turn_begins()
+                self._queue_up(frames, turn, requests_too=False)
+                self._work_off(turn)
+                with self._lock:
+                    if turn.is_over:
+                        return
+                    turn.serving_since = 0.0
+            elif self.connection.end is not None or (
+                deadline and time.monotonic() >= deadline
+            ):
+                return
+
+    def _handle_rest(self, turn: Turn) -> None:
+        """Handles what the turn has read, before its thread waits; requests go to the pool.
 
         It may be just what the thread is about to wait for.
         """
         is_request = self._owner.is_request
-        for frame in [f for f in turn.rest if not is_request(f)]:
+        while turn.rest:
             try:
-                turn.rest.remove(frame)
-            except ValueError:  # whoever ended the turn was faster
+                frame = turn.rest.popleft()
+            except IndexError:  # whoever ended the turn was faster
                 return
-            self._handle([frame], None)
+            if is_request(frame):
+                self._submit([frame])
+            else:
+                self._handle([frame], None)
 
     def waits_elsewhere(self, number: int) -> None:
         """Counts the callers that wait for somebody else to read their answer."""
@@ -308,7 +343,7 @@ class Link:
     def _wait(self, deadline: float) -> None:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
-        if not self._gauge.spin(self._is_ready):
+        if self._num_waiting or not self._gauge.spin(self._is_ready):
             left = deadline - time.monotonic() if deadline else _SLICE_S
             # In slices: something else than this connection may end the wait.
             self._is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 __all__ = ["SpinGauge", "readiness"]
 
-_LONGEST_SPIN_S = 500e-6
+_LONGEST_SPIN_S = 2e-3
 _PREEMPTED_S = 500e-6
 _FEWEST_SKIPPED, _MOST_SKIPPED = 8, 512
 

@@ -5,7 +5,8 @@ connection: for short functions nothing else is needed, no other thread is woken
 answers to several requests leave in one write. But while it serves, nobody reads this
 connection. So a turn is given up, and the connection armed for other threads,
 
-1. before its thread blocks in one of our own waits (a nested call, a future),
+1. before its thread blocks in one of our own waits (a nested call, a future), except for
+   one that this very connection will end: then the thread goes on reading,
 2. before it runs a function that is known to take long,
 3. by the monitor, if one request takes more than `LONGEST_TURN_S`.
 
@@ -30,6 +31,7 @@ __all__ = [
     "LOOK_S",
     "Turn",
     "about_to_block",
+    "call_for_help",
     "current_turn",
     "set_helper",
     "set_turn",
@@ -68,16 +70,21 @@ def set_turn(turn: Turn | None) -> None:
     _local.turn = turn
 
 
-def set_helper(call_for_help: Callable[[], None]) -> None:
+def set_helper(helper: Callable[[], None]) -> None:
     """What the current thread does before it blocks, so that others go on."""
-    _local.call_for_help = call_for_help
+    _local.call_for_help = helper
+
+
+def call_for_help() -> None:
+    """To be called before a wait during which this thread goes on reading."""
+    helper: Callable[[], None] | None = getattr(_local, "call_for_help", None)
+    if helper is not None:
+        helper()
 
 
 def about_to_block() -> None:
-    """To be called before any wait that may last."""
+    """To be called before any other wait that may last."""
     turn: Turn | None = getattr(_local, "turn", None)
     if turn is not None and not turn.is_over:
         turn.link.end_turn(turn)
-    call_for_help: Callable[[], None] | None = getattr(_local, "call_for_help", None)
-    if call_for_help is not None:
-        call_for_help()
+    call_for_help()
