@@ -207,15 +207,14 @@ class Side:
         """The tokens that a pass would begin with; the caller holds the lock."""
         return [token for token in self._live_tail() if token is not CHAIN_END]
 
-    def take_tail(self, retain: bool) -> tuple[list[Tensor], list[Received]]:
-        """The roots and the recvs of a pass that begins; the caller holds the lock."""
-        roots = self.peek_tail()
-        recvs = self.recvs
+    def take_chain(self, retain: bool) -> list[Received]:
+        """The recvs of a pass that begins; the caller holds the lock."""
         if retain:
-            recvs = list(recvs)
-        else:
-            self._tail, self.recvs, self.num_sends = [CHAIN_END], [], 0
-        return roots, recvs
+            return list(self.recvs)
+        self._make_sends()
+        recvs = self.recvs
+        self._tail, self.recvs, self.num_sends = [CHAIN_END], [], 0
+        return recvs
 
     def shed_sends(self) -> None:
         """A pass is over; the caller holds the lock.

@@ -73,6 +73,8 @@ from gradwire.wire import (
 
 __all__ = ["Exchange"]
 
+_NUM_DESTINATIONS = len(Destination)
+_NO_AUTOCAST = contextlib.nullcontext()
 _TORCH_CONSUMED = "Trying to backward through the graph a second time"
 
 
@@ -91,11 +93,10 @@ class Exchange:
 
     # ------------------------------------------------------------------ running a part
 
-    def begin(self, side: Side, pass_: Pass) -> tuple[Run, list[Tensor]]:
+    def begin(self, side: Side, pass_: Pass) -> Run:
         """Takes the chain for a pass; the caller holds the side's lock."""
-        tail, recvs = side.take_tail(pass_.kind.retain)
-        run = side.run = Run(side, pass_, recvs)
-        return run, tail
+        run = side.run = Run(side, pass_, side.take_chain(pass_.kind.retain))
+        return run
 
     def run_part(
         self,
@@ -220,7 +221,7 @@ class Exchange:
             cause = self.describe(self._no_side(name))
             self._tell_abort(name, pass_id, peer.info.id, cause)
             return
-        if not 0 <= message.destination < len(Destination):
+        if not 0 <= message.destination < _NUM_DESTINATIONS:
             raise RemoteProtocolError(f"unknown destination {message.destination}")
         kind = PassKind(message.destination, message.retain, message.create_graph)
         with side.lock:
@@ -228,7 +229,8 @@ class Exchange:
             run: Run | None = None
             roots: list[Tensor] = []
             if pass_ is not None:
-                run, roots = self.begin(side, pass_)
+                roots = side.peek_tail()
+                run = self.begin(side, pass_)
                 run.autocast = message.autocast
         self.perform(side, run, instructions)
         if run is None:
@@ -249,10 +251,11 @@ class Exchange:
         autocast = run.autocast
         # On a side that holds weakly, recvs may be gone: nobody else answers for them.
         gone = [recv for recv in run.recvs if recv.node() is None]
-        answers = [TellNone(r.peer, run.pass_.id, r.number, True) for r in gone]
-        self.perform(side, run, answers)
+        if gone:
+            answers = [TellNone(r.peer, run.pass_.id, r.number, True) for r in gone]
+            self.perform(side, run, answers)
         try:
-            with apply_autocast(autocast) if autocast else contextlib.nullcontext():
+            with apply_autocast(autocast) if autocast else _NO_AUTOCAST:
                 gradients = self.run_part(run, (), (), tail)
             tail.clear()
             if run.failure is not None:
@@ -294,7 +297,7 @@ class Exchange:
         the instruction is taken out.
         """
         present = tuple([g is not None for g in gradients])
-        values = tuple(g for g in gradients if g is not None)
+        values = tuple([g for g in gradients if g is not None])
         pass_id, name = run.pass_.id, side.name
         tracked: list[Tensor] = []
         history = -1

@@ -45,7 +45,8 @@ def backward(
         pass_, instructions = side.state.start(
             PassKind(destination, retain, create_graph)
         )
-        run, tail = exchange.begin(side, pass_)
+        tail = side.peek_tail()
+        run = exchange.begin(side, pass_)
         run.limit, run.autocast = limit, autocast_state()
     try:
         exchange.perform(side, run, instructions)

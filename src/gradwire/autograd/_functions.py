@@ -34,6 +34,13 @@ CHAIN_END = ANCHOR.view_as(ANCHOR)
 """What a chain begins with, as a token. Not the leaf itself: see `_context._send`."""
 
 
+_TOKEN = torch.zeros(())
+
+
+def _make_token() -> Tensor:
+    return _TOKEN.detach()  # costs less than memory of its own, which nobody needs
+
+
 class Send(torch.autograd.Function):
     """A message left. Backward: wait for the gradients of its tensors."""
 
@@ -42,7 +49,7 @@ class Send(torch.autograd.Function):
         """Returns the token."""
         ctx.set_materialize_grads(False)
         ctx.message = message
-        return torch.empty(())
+        return _make_token()
 
     @staticmethod
     def backward(ctx: Any, _: None) -> tuple[Tensor | None, ...]:
@@ -69,7 +76,7 @@ class Recv(torch.autograd.Function):
         # A missing gradient travels as a mark, not as zeros.
         ctx.set_materialize_grads(False)
         ctx.message, ctx.num_tokens = message, len(tokens)
-        token = torch.empty(())
+        token = _make_token()
         if keeps_token:
             ctx.save_for_backward(token)
         return *tensors, token
@@ -114,7 +121,7 @@ class Start(torch.autograd.Function):
     ) -> Tensor:
         """Returns what to call backward on."""
         ctx.on_start, ctx.seeds, ctx.num_tokens = on_start, seeds, num_tokens
-        return torch.empty(())
+        return _make_token()
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:

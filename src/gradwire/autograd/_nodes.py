@@ -111,7 +111,7 @@ class ReceivedMessage:
         """Called by the engine, once per backward."""
         exchange = self._exchange
         side = exchange.registry.find(self._name)
-        has_gradient = any(g is not None for g in gradients)
+        has_gradient = any([g is not None for g in gradients])
         if side is None:
             if has_gradient:
                 raise gone(exchange, self._name, self)
@@ -125,4 +125,5 @@ class ReceivedMessage:
         try:
             exchange.ship(side, run, self, gradients, instructions)
         finally:
-            exchange.perform(side, run, instructions)
+            if instructions:
+                exchange.perform(side, run, instructions)

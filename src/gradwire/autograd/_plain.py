@@ -63,7 +63,7 @@ def admit(
         pass_, instructions = side.state.start(
             PassKind(destination, retain, create_graph)
         )
-        run, _ = exchange.begin(side, pass_)
+        run = exchange.begin(side, pass_)
         run.task, run.autocast = task, autocast_state()
         if message.lease is not None:
             message.lease.is_over = not retain

@@ -198,13 +198,8 @@ class Link:
             self._reader = self._turn = None
             if not later:
                 self._arm(read=True)
-        rest = []
-        while turn.rest:
-            try:
-                rest.append(turn.rest.popleft())
-            except IndexError:  # the turn's own thread was faster
-                break
-        self._submit(rest)
+        if turn.rest:
+            self._submit(_take_all(turn.rest))
         self.flush()
 
     def check_turn(self, now: float) -> bool:
@@ -323,11 +318,7 @@ class Link:
         It may be just what the thread is about to wait for.
         """
         is_request = self._owner.is_request
-        while turn.rest:
-            try:
-                frame = turn.rest.popleft()
-            except IndexError:  # whoever ended the turn was faster
-                return
+        for frame in _take_all(turn.rest):
             if is_request(frame):
                 self._submit([frame])
             else:
@@ -370,26 +361,26 @@ class Link:
         """Makes frames the turn's work; without ``requests_too`` those go to the pool."""
         with self._lock:
             self._undelivered += len(frames)
-        if requests_too:
-            turn.rest.extend(frames)
-        else:
+        requests = []
+        if not requests_too:
             is_request = self._owner.is_request
-            turn.rest.extend(f for f in frames if not is_request(f))
-            self._submit([f for f in frames if is_request(f)])
+            requests = [f for f in frames if is_request(f)]
+        if requests:
+            self._submit(requests)
+            frames[:] = [f for f in frames if not is_request(f)]
+        frames.reverse()
+        turn.rest[:0] = frames
         frames.clear()
 
     def _submit(self, frames: list[Frame]) -> None:
-        if frames:
-            self._pool.submit(
-                *[functools.partial(self._handle, [f], None) for f in frames]
-            )
+        self._pool.submit(*[functools.partial(self._handle, [f], None) for f in frames])
 
     def _work_off(self, turn: Turn) -> None:
         rest = turn.rest
         while rest:
             turn.serving_since = time.monotonic()
             try:
-                holder = [rest.popleft()]
+                holder = [rest.pop()]
             except IndexError:  # whoever ended the turn was faster
                 return
             self._pool.ensure_follower()
@@ -433,3 +424,14 @@ class Link:
             self._open = False
             self._pool.unwatch(self._fileno)
         self.connection.close()
+
+
+def _take_all(rest: list[Frame]) -> list[Frame]:
+    """Empties the rest of a turn, from which others may take at the same time."""
+    frames = []
+    while rest:
+        try:
+            frames.append(rest.pop())
+        except IndexError:  # another thread was faster
+            break
+    return frames

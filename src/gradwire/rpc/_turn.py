@@ -19,7 +19,6 @@ fight for the interpreter lock.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ __all__ = [
 LONGEST_TURN_S = 0.02
 """More than a few of the interpreter's switch intervals: a thread that only waits for the
 interpreter lock, or was not given a core, must not be taken for one that blocks."""
-LOOK_S = 0.005
+LOOK_S = 0.01
 """How often the monitor looks while there is something to look at."""
 
 _local = threading.local()
@@ -55,9 +54,9 @@ class Turn:
         self.link = link
         self.is_over = False
         self.serving_since = 0.0  # 0: it reads or waits, which never takes long
-        # Frames that were read and not handled. Both the turn's thread and whoever ends
-        # the turn take from it.
-        self.rest: deque[Any] = deque()
+        # Frames that were read and not handled, the next one last. Both the turn's thread
+        # and whoever ends the turn take from it.
+        self.rest: list[Any] = []
 
 
 def current_turn() -> Turn | None:
