@@ -270,27 +270,24 @@ class Network:
                 return peer.link
         try:
             record = self._record_of(peer, limit)
-            connection, offset = self._dialer.dial(record, limit)
-            return self._attach(connection, peer, offset)
+            if record is not None:
+                connection, offset = self._dialer.dial(record, limit)
+                return self._attach(connection, peer, offset)
         except HandshakeRefused as error:
             if error.code != _handshake.GLARE:
                 raise
         finally:
             peer.end_dialing()
-        # It dials us at this very moment, and its connection is the one that is kept.
+        # It dials us at this very moment, and its connection is the one that is kept. (We
+        # may know it from its handshake only: then there is nowhere to dial.)
         if not wait_in_slices(peer.wait_for_link, limit) or peer.link is None:
             raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
         return peer.link
 
-    def _record_of(self, peer: Peer, limit: float) -> WorkerRecord:
+    def _record_of(self, peer: Peer, limit: float) -> WorkerRecord | None:
         if peer.record is None and not self._joined.is_set():
             about_to_block()  # it called us before we knew the whole group
             wait_in_slices(self._joined.wait, limit)
-        if peer.record is None:
-            raise ConnectError(
-                f"the address of worker {peer.info.name!r} is not known",
-                worker=peer.info.name,
-            )
         return peer.record
 
     def _connect_timeout(self, peer: Peer) -> ConnectTimeout:
