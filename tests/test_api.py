@@ -34,6 +34,7 @@ ERROR_NAMES = [
     "LocalProtocolError",
     "NoActiveContext",
     "NotInitialized",
+    "OwnerLost",
     "PeerLostError",
     "ProtocolError",
     "RemoteError",
@@ -49,6 +50,7 @@ ERROR_NAMES = [
 
 RPC_NAMES = [
     "Future",
+    "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
     "functions",
@@ -57,6 +59,7 @@ RPC_NAMES = [
     "get_worker_info",
     "init_rpc",
     "is_initialized",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
@@ -69,6 +72,7 @@ RPC_PARAMETERS = {
     "init_rpc": "name, rank=None, world_size=None, rpc_backend_options=None, *, backend=None",
     "shutdown": "graceful=True, timeout=0",
     "rpc_sync": "to, func, args=None, kwargs=None, timeout=-1.0",
+    "remote": "to, func, args=None, kwargs=None, timeout=-1.0",
     "rpc_async": "to, func, args=None, kwargs=None, timeout=-1.0",
     "get_worker_info": "worker_name=None",
     "get_rpc_timeout": "",
@@ -106,11 +110,26 @@ AUTOGRAD_PARAMETERS = {
     "is_available": "",
 }
 
+RREF_METHODS = {
+    "backward": "self, dist_autograd_ctx_id=-1, retain_graph=False",
+    "confirmed_by_owner": "self",
+    "is_owner": "self",
+    "local_value": "self",
+    "owner": "self",
+    "owner_name": "self",
+    "remote": "self, timeout=-1.0",
+    "rpc_async": "self, timeout=-1.0",
+    "rpc_sync": "self, timeout=-1.0",
+    "to_here": "self, timeout=-1.0",
+}
+
 EXTENSION_NAMES = [
+    "CUT_OUTSIDE_CONTEXT",
     "NOTHING",
     "Addition",
     "Agent",
     "Interceptor",
+    "Leftovers",
     "Note",
     "Outcome",
     "Peer",
@@ -121,6 +140,7 @@ EXTENSION_NAMES = [
     "rebuild",
     "register_interceptor",
     "serving_agent",
+    "set_backward",
 ]
 
 OPTIONS = {
@@ -170,6 +190,7 @@ PARENTS = {
     "ForeignGraph": "AutogradError",
     "GraphConsumed": "AutogradError",
     "NoActiveContext": "UsageError",
+    "OwnerLost": "PeerLostError",
     "UnknownContext": "UsageError",
 }
 
@@ -313,6 +334,14 @@ def test_rpc_future_methods_are_frozen():
     assert sorted(public) == FUTURE_METHODS
 
 
+def test_rref_methods_are_frozen():
+    public = [name for name in vars(rpc.RRef) if not name.startswith("_")]
+
+    assert {n: parameters_of(getattr(rpc.RRef, n)) for n in public} == {
+        name: f"({parameters})" for name, parameters in RREF_METHODS.items()
+    }
+
+
 def test_worker_info_is_what_torch_has():
     info = rpc.WorkerInfo("trainer", 3)
 
@@ -332,7 +361,7 @@ def test_autograd_exports_are_frozen():
 
 def test_autograd_has_no_public_names_besides_its_exports():
     # What registers the layer is imported there, and is no part of what it offers.
-    others = {"Recorder", "register_interceptor"}
+    others = {"Recorder", "extension", "register_interceptor", "set_backward"}
 
     assert public_names_of(autograd) - others == set(AUTOGRAD_NAMES)
 

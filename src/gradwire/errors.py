@@ -3,7 +3,7 @@
     GradwireError
       UsageError(RuntimeError)        NotInitialized, UnknownWorker, InvalidWorkerName,
                                       NoActiveContext, UnknownContext, ContextReleased
-      TransportError                  ConnectError, ClosedError, PeerLostError
+      TransportError                  ConnectError, ClosedError, PeerLostError, OwnerLost
       ProtocolError                   LocalProtocolError, RemoteProtocolError,
                                       VersionMismatch, HandshakeRefused
       SerializationError              EncodeError, DecodeError
@@ -43,6 +43,7 @@ __all__ = [
     "LocalProtocolError",
     "NoActiveContext",
     "NotInitialized",
+    "OwnerLost",
     "PeerLostError",
     "ProtocolError",
     "RemoteError",
@@ -112,6 +113,10 @@ class ClosedError(TransportError):
 
 class PeerLostError(TransportError):
     """The other worker died, stopped answering, or left while it was needed."""
+
+
+class OwnerLost(PeerLostError):
+    """The worker that owns a referenced value is gone, and the value with it."""
 
 
 class ProtocolError(GradwireError):

@@ -22,7 +22,7 @@ from gradwire.autograd._api import (
     is_available,
 )
 from gradwire.autograd._recorder import Recorder
-from gradwire.rpc.extension import register_interceptor
+from gradwire.rpc.extension import register_interceptor, set_backward
 
 __all__ = [
     "Context",
@@ -36,3 +36,4 @@ __all__ = [
 
 # Agents that are created from now on record calls.
 register_interceptor(Recorder)
+set_backward(backward)

@@ -23,6 +23,7 @@ __all__ = [
     "Context",
     "backward",
     "context",
+    "current_exchange",
     "get_debug_info",
     "get_gradients",
     "grad",
@@ -98,7 +99,7 @@ class context:
         """Opens the context and makes it the current one."""
         if self._opened is not None:
             raise UsageError("this context is open already; call context() for another")
-        exchange = _exchange()
+        exchange = current_exchange()
         side = exchange.registry.open(self._into_grad)
         self._opened = exchange, side, active_context.set(side.name)
         return Context(side.name.key)
@@ -149,7 +150,7 @@ def backward(
         Exception: What a backward function raised, on whichever worker, with that
             worker's name and traceback.
     """
-    exchange = _exchange()
+    exchange = current_exchange()
     side = exchange.registry.get(int(context_id))
     tensors, seeds = _check_roots(roots, grad_tensors, "roots", "grad_tensors")
     destination = (
@@ -196,7 +197,7 @@ def grad(
         materialize_grads: Zeros instead of None.
         timeout: See `backward`.
     """
-    exchange = _exchange()
+    exchange = current_exchange()
     side = exchange.registry.get(int(context_id))
     tensors, seeds = _check_roots(outputs, grad_outputs, "outputs", "grad_outputs")
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
@@ -240,7 +241,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     Returns:
         Gradients by leaf; the keys are the very tensors that the forward used.
     """
-    side = _exchange().registry.get(int(context_id))
+    side = current_exchange().registry.get(int(context_id))
     with side.lock:
         return dict(side.gradients)
 
@@ -252,7 +253,7 @@ def get_debug_info() -> dict[str, Any]:
     ``released_contexts_kept_alive``, contexts that are over but whose graph is still
     held by a tensor that the program keeps.
     """
-    return _exchange().counts()
+    return current_exchange().counts()
 
 
 def is_available() -> bool:
@@ -260,7 +261,8 @@ def is_available() -> bool:
     return True
 
 
-def _exchange() -> Exchange:
+def current_exchange() -> Exchange:
+    """That of the agent that serves the current handler, or of the process."""
     for interceptor in current_agent().interceptors:
         if isinstance(interceptor, Recorder):
             return interceptor.exchange

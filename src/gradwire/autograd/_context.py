@@ -18,9 +18,8 @@ from gradwire.autograd._torch_private import TaskWatch, record
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
-    from gradwire.autograd._leftovers import Leftovers
     from gradwire.autograd._run import Run
-    from gradwire.rpc.extension import Note
+    from gradwire.rpc.extension import Leftovers, Note
 
 __all__ = ["ContextName", "Lease", "Mark", "Received", "Side", "active_context"]
 

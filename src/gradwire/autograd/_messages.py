@@ -15,7 +15,9 @@ import msgspec
 from gradwire.wire import Body, Message, register_message
 
 __all__ = [
+    "AS_LEAVES",
     "CONTEXT_KEEPS_GRAD",
+    "CUT",
     "MESSAGE_HAS_HISTORY",
     "NOT_RECORDED",
     "CallHeader",
@@ -69,6 +71,8 @@ MESSAGE_HAS_HISTORY = 1
 """The message has tensors whose history goes on at the sender: it waits for gradients."""
 NOT_RECORDED = 2
 """The caller does not record: the reply must not either."""
+AS_LEAVES = 8
+"""Not recorded, and tensors that require grad arrive as leaves, as in torch."""
 CONTEXT_KEEPS_GRAD = 4
 """Gradients of this context go to ``.grad``, not to a dictionary."""
 
@@ -95,8 +99,14 @@ class CallHeader(msgspec.Struct, array_like=True, gc=False):
     consumed: int = -1
 
 
+CUT = -1
+
+
 class ReplyHeader(msgspec.Struct, array_like=True, gc=False):
-    """Header of a reply whose tensors have a history at the sender."""
+    """Header of a reply whose tensors have a history at the sender.
+
+    With `CUT` as its number the message was not recorded: the history ends there.
+    """
 
     message: int
     after: tuple[int, int] | None = None

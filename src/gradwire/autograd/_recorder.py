@@ -14,9 +14,16 @@ from torch import Tensor
 from gradwire.autograd._autocast import apply_autocast, autocast_state
 from gradwire.autograd._averaged import watch_wrappers
 from gradwire.autograd._context import ContextName, Side, active_context
+from gradwire.autograd._cuts import (
+    is_cut_outside_context,
+    records_without_context,
+    warn,
+)
 from gradwire.autograd._exchange import Exchange
 from gradwire.autograd._messages import (
+    AS_LEAVES,
     CONTEXT_KEEPS_GRAD,
+    CUT,
     MESSAGE_HAS_HISTORY,
     NOT_RECORDED,
     CallHeader,
@@ -97,6 +104,8 @@ class Recorder(Interceptor):
         name = active_context.get()
         side = exchange.registry.find(name) if name is not None else None
         autocast = autocast_state()
+        if side is None and is_grad_enabled and is_cut_outside_context(label):
+            return self._cut_call(label, tensors, of_modules, autocast)
         if side is None and is_grad_enabled and not tracked and autocast is None:
             return None
         header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
@@ -122,6 +131,24 @@ class Recorder(Interceptor):
         note.addition = Addition(encode_header(header), flags)
         return note
 
+    def _cut_call(
+        self,
+        label: str,
+        tensors: list[Tensor],
+        of_modules: set[int],
+        autocast: list[tuple[str, str]] | None,
+    ) -> Note:
+        flags = NOT_RECORDED
+        if not records_without_context():
+            flags |= AS_LEAVES
+        if any(not tensors[i].is_leaf for i in _tracked(tensors, of_modules)):
+            warn(label)
+        note = _CallNote(self.exchange, None)
+        changes = None if flags & AS_LEAVES else _cut(tensors)
+        header = CallHeader(flags, autocast=autocast)
+        note.addition = Addition(encode_header(header), changes)
+        return note
+
     def received_reply(
         self,
         peer: Peer,
@@ -141,6 +168,9 @@ class Recorder(Interceptor):
                 exchange.releases.end(side)  # nothing came back that could lead there
             return
         reply: ReplyHeader = decode_header(ReplyHeader, header)
+        if reply.message == CUT:
+            warn(label)
+            return
         lease = None
         if reply.key is None:
             name = exchange.name_of_call(call_id)
@@ -165,6 +195,8 @@ class Recorder(Interceptor):
     def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
         """See `Interceptor`."""
         reply: ReplyHeader = decode_header(ReplyHeader, header)
+        if reply.message == CUT:
+            return
         if reply.key is None:
             name = self.exchange.name_of_call(call_id)
             self.exchange.releases.tell_callee(peer.info.id, name)
@@ -287,7 +319,7 @@ class _CallNote(Note):
             side.calls.discard(self)
         return side
 
-    def failed(self, *, was_sent: bool) -> None:
+    def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
         """See `Note`."""
         with self._lock:
             self._own = None
@@ -308,6 +340,7 @@ class _CallScope(Scope):
         "_autocast",
         "_event",
         "_exchange",
+        "_flags",
         "_is_implicit",
         "_label",
         "_name",
@@ -331,7 +364,8 @@ class _CallScope(Scope):
         self._event = -1
         self._autocast = call.autocast if call is not None else None
         self._is_implicit = call is None or call.key is None
-        self.records = call is None or not call.flags & NOT_RECORDED
+        self._flags = 0 if call is None else call.flags
+        self.records = not self._flags & NOT_RECORDED
         self.side: Side | None = None
 
     def enter_handler(self) -> AbstractContextManager[None] | None:
@@ -344,7 +378,7 @@ class _CallScope(Scope):
         """See `Scope`."""
         side = self.side
         if not self.records or (side is not None and side.is_released):
-            return Addition(None, _cut(tensors))
+            return self._cut_reply(tensors)
         tracked = _tracked(tensors, of_modules)
         if not tracked:
             self.failed()  # nothing goes back that could lead here
@@ -362,6 +396,12 @@ class _CallScope(Scope):
         if not self._is_implicit:
             header.key, header.incarnation = self._name
         return Addition(encode_header(header), tracked)
+
+    def _cut_reply(self, tensors: list[Tensor]) -> Addition:
+        changes = _cut(tensors)
+        is_lost = changes is not None and is_cut_outside_context(self._label)
+        header = encode_header(ReplyHeader(CUT)) if is_lost else None
+        return Addition(header, None if self._flags & AS_LEAVES else changes)
 
     def failed(self) -> None:
         """See `Scope`."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gradwire.autograd._context import ContextName, Lease, Side
-from gradwire.autograd._leftovers import Leftovers
 from gradwire.autograd._messages import Release, opener_of
 from gradwire.errors import ContextReleased
-from gradwire.rpc.extension import Peer
+from gradwire.rpc.extension import Leftovers, Peer
 from gradwire.transport import Frame
 from gradwire.wire import encode
 
@@ -33,11 +32,13 @@ class Releases:
     # ---------------------------------------------------------------------- explicit
 
     def release(self, side: Side) -> None:
-        """An explicit context of ours is left: it is over everywhere."""
+        """An explicit context is left, mostly by its opener: it is over everywhere."""
         if self._registry.drop(side.name) is not None:
             key, incarnation = side.name
-            issued, live = self._registry.ended_so_far()
-            self._spread(side, Release(incarnation, [key], issued, live), None)
+            message = Release(incarnation, [key])
+            if opener_of(key) == self._exchange.me:
+                message.issued, message.live = self._registry.ended_so_far()
+            self._spread(side, message, None)
 
     def on_release(self, peer: Peer, message: Release, frame: Frame) -> None:
         """Contexts are over; we tell those whom we know in them."""

@@ -27,9 +27,11 @@ from gradwire.rpc._api import (
     shutdown,
 )
 from gradwire.rpc._future import Future
+from gradwire.rpc._rref import RRef, remote
 
 __all__ = [
     "Future",
+    "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
     "functions",
@@ -38,6 +40,7 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_initialized",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",

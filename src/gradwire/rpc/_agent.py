@@ -18,8 +18,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,7 +35,7 @@ from gradwire.errors import (
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
-from gradwire.rpc._interceptors import Note, registered_interceptors
+from gradwire.rpc._interceptors import Interceptor, Note, registered_interceptors
 from gradwire.rpc._link import Link
 from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._network import Network, usable_schemes
@@ -86,6 +86,8 @@ _CLOSE_S = 5.0
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
 _CALL_KIND = kind_of(Call)
 
+_Packs: TypeAlias = dict[type, tuple[Interceptor, Callable[[Any, Peer], Any]]]
+
 
 class Agent:
     """One worker.
@@ -127,6 +129,12 @@ class Agent:
             for interceptor in self.interceptors
             for message, handler in interceptor.requests.items()
         }
+        self._packs = {
+            kind: (interceptor, pack)
+            for interceptor in self.interceptors
+            for kind, pack in interceptor.packs.items()
+        }
+        self._unpacks = {i.name: i.unpack for i in self.interceptors}
         self._request_kinds = {_CALL_KIND, *map(kind_of, self._requests)}
         self._server = Server(self, self.interceptors)
         self._monitor = Monitor(name, self._tick)
@@ -308,12 +316,15 @@ class Agent:
         if label.startswith(INTERNAL_PREFIX) or not self.interceptors:
             return encode(message, value)
         is_grad_enabled = torch.is_grad_enabled()
+        packer = PeerPacker(self._packs, peer)
 
         def add_headers(
             tensors: list[torch.Tensor], of_modules: set[int]
         ) -> dict[int, int]:
             headers, flags = {}, {}
             for interceptor in self.interceptors:
+                if not interceptor.sees_all_calls and interceptor not in packer.used:
+                    continue
                 note = interceptor.sending_call(
                     peer, message.id, label, tensors, of_modules, is_grad_enabled
                 )
@@ -326,7 +337,25 @@ class Agent:
             message.headers = headers or None
             return flags
 
-        return encode(message, value, on_tensors=add_headers)
+        try:
+            return encode(message, value, add_headers, packer)
+        except BaseException:
+            self.discard()
+            raise
+
+    def packer(self, peer: Peer) -> PeerPacker:
+        """Packs objects of the layers above that go to a peer."""
+        return PeerPacker(self._packs, peer)
+
+    def unpack(self, peer: Peer, packed: Any) -> Any:
+        """The object that a peer has packed."""
+        name, content = packed
+        return self._unpacks[name](content, peer)
+
+    def discard(self) -> None:
+        """See `Interceptor.discarded`."""
+        for interceptor in self.interceptors:
+            interceptor.discarded()
 
     def send(self, peer: Peer, outgoing: Outgoing) -> None:
         """Sends a one-way message; never blocks. The memory of tensors is kept alive.
@@ -542,7 +571,12 @@ class Agent:
     ) -> tuple[Any, BaseException | None]:
         """The value or the error that an answer carries."""
         try:
-            value, tensors = decode_value(message, frame.head, frame.buffers)
+            value, tensors = decode_value(
+                message,
+                frame.head,
+                frame.buffers,
+                functools.partial(self.unpack, peer),
+            )
             if type(message) is not Reply:
                 return None, rebuild(value)
             tracked = tracked_tensors(message, tensors) if message.headers else []
@@ -555,6 +589,7 @@ class Agent:
                         peer, call.id, call.target, note, header, tracked
                     )
         except Exception as problem:
+            self.discard()
             self._drop_answer(peer, message)
             return None, problem
         return value, None
@@ -719,6 +754,7 @@ class Agent:
                 peer.info.name: link.connection.scheme for link, peer in links
             },
             **counters,
+            **{k: v for i in self.interceptors for k, v in i.debug_info().items()},
         }
 
     def close(self, reason: str = "it shut down") -> list[str]:
@@ -759,6 +795,29 @@ class Agent:
                 ", ".join(stuck[:8]),
             )
         return stuck
+
+
+class PeerPacker:
+    """A `gradwire.wire.Packer` for one message; notes whose objects it has packed."""
+
+    __slots__ = ("_packs", "_peer", "used")
+
+    def __init__(self, packs: _Packs, peer: Peer) -> None:
+        self._packs = packs
+        self._peer = peer
+        self.used: list[Interceptor] = []
+
+    @property
+    def types(self) -> Collection[type]:
+        """See `Packer`."""
+        return self._packs
+
+    def pack(self, obj: Any) -> Any:
+        """See `Packer`."""
+        interceptor, pack = self._packs[type(obj)]
+        if interceptor not in self.used:
+            self.used.append(interceptor)
+        return interceptor.name, pack(obj, self._peer)
 
 
 def _as_tuple(args: object) -> tuple[Any, ...]:

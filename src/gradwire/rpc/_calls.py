@@ -66,20 +66,20 @@ class PendingCall(Outcome):
     def settle(self, value: Any, error: BaseException | None) -> None:
         """Finishes the call. Callbacks of its future may run here."""
         if self.finish(value, error):
-            self.drop_notes(error is not None)
+            self.drop_notes(error is not None, error)
             # Taken out: a finished call and its future must not keep each other alive.
             future, self.future = self.future, None
             if future is not None:
                 future._settle()
 
-    def drop_notes(self, has_failed: bool) -> None:
+    def drop_notes(self, has_failed: bool, error: BaseException | None = None) -> None:
         """Ends the notes; those of a failed call are told that no value will be taken."""
         if self.notes:
             notes, self.notes = self.notes, {}
             for note in notes.values():
                 note.call = None
                 if has_failed:
-                    note.failed(was_sent=True)
+                    note.failed(was_sent=True, error=error)
 
 
 class CallTable:

@@ -15,7 +15,7 @@ from gradwire.errors import DeadlineExceeded, UsageError
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._turn import about_to_block
 
-__all__ = ["Future", "Outcome"]
+__all__ = ["Future", "Later", "Outcome"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -101,6 +101,15 @@ class Outcome:
         if self.error is not None:
             raise self.error
         return self.value
+
+
+class Later:
+    """What a function of ours returns that answers when a future completes."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: torch.futures.Future[Any]) -> None:
+        self.future = future
 
 
 class Future(torch.futures.Future[T], Generic[T]):

@@ -68,7 +68,7 @@ class Note:
         Its answer may come at the same time, on another thread.
         """
 
-    def failed(self, *, was_sent: bool) -> None:
+    def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
         """No value will come: not sent, raised there, timed out, lost."""
 
 
@@ -104,6 +104,8 @@ class Interceptor:
 
     name: str
     """Key of the headers; the same on all workers."""
+    sees_all_calls = True
+    """Whether it is asked about calls that carry nothing of its own."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -111,6 +113,23 @@ class Interceptor:
         # that may run long: they get a thread, as calls do.
         self.messages: MessageHandlers = {}
         self.requests: MessageHandlers = {}
+        # How objects of the layer's own are sent: what goes in their place.
+        self.packs: Mapping[type, Callable[[Any, Peer], Any]] = {}
+
+    def unpack(self, packed: Any, peer: Peer) -> Any:
+        """Makes an object of what ``packs`` made of it on the peer."""
+        raise NotImplementedError
+
+    def packed_reply(self, peer: Peer) -> Scope:
+        """For a reply to a call without a scope of ours, into which we packed something."""
+        raise NotImplementedError
+
+    def discarded(self) -> None:
+        """What was packed or unpacked on this thread belongs to a message that failed."""
+
+    def debug_info(self) -> dict[str, Any]:
+        """Counts for `gradwire.rpc.get_debug_info`."""
+        return {}
 
     def sending_call(
         self,

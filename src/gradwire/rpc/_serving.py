@@ -47,7 +47,7 @@ from gradwire.wire import (
 )
 
 if TYPE_CHECKING:
-    from gradwire.rpc._agent import Agent
+    from gradwire.rpc._agent import Agent, PeerPacker
 
 __all__ = ["Server"]
 
@@ -58,6 +58,8 @@ INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
 
 _SLOW_S = 500e-6
 _SLOW_TIMES = 3
+
+_LATER = (types.CoroutineType, _future.Later)
 
 POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
 """What the value of a call is; see `gradwire.wire.Call`."""
@@ -94,6 +96,7 @@ class Server:
             call: The call.
             frame: Its frame.
         """
+        agent = self._agent
         counts = not (call.target or "").startswith(INTERNAL_PREFIX)
         if counts:
             with self._lock:
@@ -106,13 +109,15 @@ class Server:
             request.fail(
                 CallTimeout(
                     f"the deadline of a call to {call.target or 'a function'} had passed "
-                    f"when worker {self._agent.info.name!r} came to it; it was not run",
-                    worker=self._agent.info.name,
+                    f"when worker {agent.info.name!r} came to it; it was not run",
+                    worker=agent.info.name,
                 )
             )
             return
         try:
-            value, tensors = decode_value(call, frame.head, frame.buffers)
+            value, tensors = decode_value(
+                call, frame.head, frame.buffers, functools.partial(agent.unpack, peer)
+            )
             function, args, kwargs = self._unpack(call, value)
             del value
         except Exception as error:
@@ -124,11 +129,13 @@ class Server:
             del tensors
             for interceptor in interceptors:
                 header = call.headers.get(interceptor.name) if call.headers else None
-                scope = interceptor.received_call(
-                    peer, call.id, call.target or repr(function), header, tracked
+                if header is None and not interceptor.sees_all_calls:
+                    continue
+                label = call.target or repr(function)
+                request.add_scope(
+                    interceptor.name,
+                    interceptor.received_call(peer, call.id, label, header, tracked),
                 )
-                if scope is not None:
-                    request.scopes.append((interceptor.name, scope))
             del tracked
         except Exception as error:
             request.fail(error)
@@ -148,12 +155,24 @@ class Server:
         del args, kwargs
         if not torch.is_grad_enabled():
             torch.set_grad_enabled(True)  # a handler switched it off and went away
-        if type(result) is types.CoroutineType:
-            self._loop.run(result, context, request)
-        elif getattr(function, ASYNC_ATTRIBUTE, None) is not None:
-            request.succeed_later(result, function)
+        if type(result) in _LATER or hasattr(function, ASYNC_ATTRIBUTE):
+            self._answer_later(request, function, result, context)
         else:
             request.succeed(result)
+
+    def _answer_later(
+        self,
+        request: _Request,
+        function: Callable[..., Any],
+        result: Any,
+        context: contextvars.Context,
+    ) -> None:
+        if type(result) is types.CoroutineType:
+            self._loop.run(result, context, request)
+        elif type(result) is _future.Later:
+            request.succeed_later(result.future, function)
+        else:
+            request.succeed_later(result, function)
 
     def _note_duration(self, target: str | None, duration_s: float) -> None:
         if duration_s > _SLOW_S:
@@ -164,6 +183,7 @@ class Server:
     def _drop(
         self, interceptors: tuple[Interceptor, ...], peer: Peer, call: Call
     ) -> None:
+        self._agent.discard()
         for interceptor in interceptors:
             if call.headers and interceptor.name in call.headers:
                 interceptor.dropped_call(peer, call.id, call.headers[interceptor.name])
@@ -225,9 +245,21 @@ class _Request:
         self._id = call_id
         self.scopes: list[tuple[str, Scope]] = []
 
+    def add_scope(self, name: str, scope: Scope | None) -> None:
+        if scope is not None:
+            self.scopes.append((name, scope))
+
     def _add_headers(
-        self, reply: Reply, tensors: list[torch.Tensor], of_modules: set[int]
+        self,
+        reply: Reply,
+        packer: PeerPacker,
+        tensors: list[torch.Tensor],
+        of_modules: set[int],
     ) -> dict[int, int]:
+        for interceptor in packer.used:
+            if all(interceptor.name != name for name, _ in self.scopes):
+                scope = interceptor.packed_reply(self._peer)
+                self.scopes.append((interceptor.name, scope))
         headers, flags = {}, {}
         for name, scope in self.scopes:
             header, changed = scope.sending_reply(tensors, of_modules)
@@ -239,14 +271,12 @@ class _Request:
 
     def succeed(self, value: Any) -> None:
         reply = Reply(self._id)
+        packer = self._server._agent.packer(self._peer)
+        add_headers = functools.partial(self._add_headers, reply, packer)
         try:
-            if self.scopes:
-                outgoing = encode(
-                    reply, value, functools.partial(self._add_headers, reply)
-                )
-            else:
-                outgoing = encode(reply, value)
+            outgoing = encode(reply, value, add_headers, packer)
         except Exception as error:
+            self._server._agent.discard()
             self.fail(error)
             return
         del value

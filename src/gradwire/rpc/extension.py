@@ -18,14 +18,18 @@ from gradwire.rpc._interceptors import (
     Scope,
     register_interceptor,
 )
+from gradwire.rpc._leftovers import Leftovers
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe, rebuild
+from gradwire.rpc._rref import CUT_OUTSIDE_CONTEXT, set_backward
 
 __all__ = [
+    "CUT_OUTSIDE_CONTEXT",
     "NOTHING",
     "Addition",
     "Agent",
     "Interceptor",
+    "Leftovers",
     "Note",
     "Outcome",
     "Peer",
@@ -36,4 +40,5 @@ __all__ = [
     "rebuild",
     "register_interceptor",
     "serving_agent",
+    "set_backward",
 ]

@@ -28,6 +28,7 @@ from gradwire.wire._messages import (
     kind_of,
     register_message,
 )
+from gradwire.wire._pickle import Packer
 from gradwire.wire._tensors import INLINE_BYTES, TRACKED, Buffer
 from gradwire.wire._torch_private import clean_thread_state, thread_state_is_clean
 
@@ -43,6 +44,7 @@ __all__ = [
     "Heartbeat",
     "Message",
     "Outgoing",
+    "Packer",
     "Reply",
     "TensorMeta",
     "clean_thread_state",

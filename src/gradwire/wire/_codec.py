@@ -33,7 +33,7 @@ from gradwire.wire._messages import (
     decoder_of,
     kind_of,
 )
-from gradwire.wire._pickle import dumps, loads
+from gradwire.wire._pickle import Packer, dumps, loads
 from gradwire.wire._rebuild import rebuild_tensors
 from gradwire.wire._tensors import (
     COALESCED,
@@ -119,6 +119,7 @@ def encode(
     message: Message,
     value: Any = NO_VALUE,
     on_tensors: OnTensors | None = None,
+    packer: Packer | None = None,
 ) -> Outgoing:
     """Encodes a message, with a value if its class can carry one.
 
@@ -132,6 +133,7 @@ def encode(
         on_tensors: Called once, with the tensors of the value, before the message itself
             is encoded, so that it may still set fields such as headers, and change flags
             of tensors; see `OnTensors`.
+        packer: See `Packer`.
 
     Raises:
         EncodeError: If something in the value cannot be sent.
@@ -143,9 +145,9 @@ def encode(
         if thread_state_is_clean():
             return _encode_small(
                 kind, message, value, on_tensors
-            ) or _encode_with_value(kind, message, value, on_tensors)
+            ) or _encode_with_value(kind, message, value, on_tensors, packer)
         with clean_thread_state():
-            return _encode_with_value(kind, message, value, on_tensors)
+            return _encode_with_value(kind, message, value, on_tensors, packer)
     except _MSGPACK_ERRORS as error:
         raise EncodeError(
             f"a field of a message of class {type(message).__name__} cannot be sent: {error}"
@@ -189,7 +191,10 @@ def decode_control(head: bytes) -> tuple[Message, int]:
 
 
 def decode_value(
-    message: Message, head: bytes, buffers: list[torch.UntypedStorage]
+    message: Message,
+    head: bytes,
+    buffers: list[torch.UntypedStorage],
+    unpack: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, list[torch.Tensor]]:
     """Rebuilds the value of a message; returns it and its tensors in table order.
 
@@ -197,6 +202,7 @@ def decode_value(
         message: What ``decode_control`` made of ``head``.
         head: The head.
         buffers: The storages that came with it. The tensors take them over.
+        unpack: Makes an object of what a `Packer` made of it.
 
     Returns:
         The value, ``NO_VALUE`` if there is none, and the tensor table.
@@ -205,13 +211,17 @@ def decode_value(
         DecodeError: If the message is malformed, or the value cannot be rebuilt here.
     """
     if thread_state_is_clean():
-        return _decode_value(message, head, buffers)
+        return _decode_value(message, head, buffers, unpack)
     with clean_thread_state():
-        return _decode_value(message, head, buffers)
+        return _decode_value(message, head, buffers, unpack)
 
 
 def _encode_with_value(
-    kind: int, message: Message, value: Any, on_tensors: OnTensors | None
+    kind: int,
+    message: Message,
+    value: Any,
+    on_tensors: OnTensors | None,
+    packer: Packer | None,
 ) -> Outgoing:
     table = TensorTable()
     body = _flatten(value, table)
@@ -219,7 +229,7 @@ def _encode_with_value(
         payload = b""
     else:
         body, table = Body(PICKLED), TensorTable()
-        payload = dumps(value, table)
+        payload = dumps(value, table, packer)
     if on_tensors is not None:
         _set_flags(table.metas, on_tensors(table.tensors, table.of_modules))
     return _finish(kind, message, body, payload, table)
@@ -391,7 +401,10 @@ def _join(
 
 
 def _decode_value(
-    message: Message, head: bytes, buffers: list[torch.UntypedStorage]
+    message: Message,
+    head: bytes,
+    buffers: list[torch.UntypedStorage],
+    unpack: Callable[[Any], Any] | None,
 ) -> tuple[Any, list[torch.Tensor]]:
     _, _, _, control_bytes, payload_bytes = _unpack_fixed(head)
     start = _FIXED_BYTES + control_bytes
@@ -416,7 +429,7 @@ def _decode_value(
         ) from error
     form = body.form
     if form == PICKLED:
-        return loads(head[start:end], tensors), tensors
+        return loads(head[start:end], tensors, unpack), tensors
     if payload_bytes:
         raise DecodeError(f"a body of form {form} should have no payload")
     values = _merge(body, tensors)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,23 +19,36 @@ from gradwire.errors import DecodeError, EncodeError, GradwireError
 from gradwire.wire._functions import find_global
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from gradwire.wire._tensors import TensorTable
 
-__all__ = ["dumps", "loads"]
+__all__ = ["Packer", "dumps", "loads"]
 
 _PROTOCOL = 5
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 
 
-def dumps(value: object, table: TensorTable) -> bytes:
-    """Pickles a value; its tensors go to the table.
+class Packer(Protocol):
+    """Objects that mean something to a layer above travel in a form that it gives them."""
+
+    @property
+    def types(self) -> Collection[type]:
+        """Classes whose instances it packs; not those of subclasses."""
+
+    def pack(self, obj: Any) -> Any:
+        """What is sent in the place of an object."""
+
+
+def dumps(value: object, table: TensorTable, packer: Packer | None = None) -> bytes:
+    """Pickles a value; its tensors go to the table, some objects to the packer.
 
     Raises:
         EncodeError: If something in the value cannot be sent.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file, table)
+    pickler = _Pickler(file, table, packer)
     try:
         pickler.dump(value)
     except GradwireError:
@@ -45,15 +58,22 @@ def dumps(value: object, table: TensorTable) -> bytes:
     return file.getvalue()
 
 
-def loads(data: bytes, tensors: list[torch.Tensor]) -> Any:
+def loads(
+    data: bytes, tensors: list[torch.Tensor], unpack: Callable[[Any], Any] | None = None
+) -> Any:
     """Rebuilds what ``dumps`` made, with these tensors in their places.
+
+    Args:
+        data: The pickle.
+        tensors: The tensors.
+        unpack: Makes an object of what a packer made of it.
 
     Raises:
         DecodeError: If the value cannot be rebuilt on this worker.
     """
     try:
-        return _Unpickler(io.BytesIO(data), tensors).load()
-    except DecodeError:
+        return _Unpickler(io.BytesIO(data), tensors, unpack).load()
+    except GradwireError:
         raise
     except Exception as error:
         raise DecodeError(
@@ -70,10 +90,19 @@ def tensor_at(index: int) -> torch.Tensor:
     )
 
 
+def unpack(packed: Any) -> Any:
+    """Stands for an object that was packed; as `tensor_at`."""
+    raise DecodeError("what was packed for a message cannot be unpickled elsewhere")
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, table: TensorTable) -> None:
+    def __init__(
+        self, file: io.BytesIO, table: TensorTable, packer: Packer | None
+    ) -> None:
         super().__init__(file, _PROTOCOL)
         self._table = table
+        self._packer = packer
+        self._packed_types = () if packer is None else packer.types
         # The object that was looked at last: if pickling fails, mostly the culprit.
         self.last: object = None
 
@@ -82,6 +111,8 @@ class _Pickler(pickle.Pickler):
         if kind is _Tensor or kind is _Parameter:
             return tensor_at, (self._table.add(obj),)
         self.last = obj
+        if kind in self._packed_types and self._packer is not None:
+            return unpack, (self._packer.pack(obj),)
         if isinstance(obj, torch.nn.Module):
             # Its parameters arrive as such; one that is sent by itself may not.
             self._table.of_modules.update(map(id, obj._parameters.values()))
@@ -94,14 +125,22 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: list[torch.Tensor],
+        unpack: Callable[[Any], Any] | None,
+    ) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._unpack = unpack
 
     def find_class(self, module: str, name: str) -> Any:
         # Every global of a pickle comes through here: the place for an allow-list.
         if module == __name__ and name == "tensor_at":
             return self._tensors.__getitem__
+        if module == __name__ and name == "unpack" and self._unpack is not None:
+            return self._unpack
         return find_global(module, name)
 
 

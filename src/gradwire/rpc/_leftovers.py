@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Leftovers"]
 
-_log = logging.getLogger("gradwire.autograd")
+_log = logging.getLogger("gradwire.rpc")
 
 _GATHER_S = 0.002  # entries are gathered for so long, to be worked off together
 _CLOSE_S = 5.0

@@ -1,0 +1,419 @@
+"""Remote references, as users hold them: `RRef`, `remote`, and calls through them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+from gradwire._config import UNSET_TIMEOUT
+from gradwire._ids import WorkerInfo
+from gradwire.errors import UsageError
+from gradwire.rpc._agent import Agent
+from gradwire.rpc._api import current_agent
+from gradwire.rpc._future import Future, Later
+from gradwire.rpc._interceptors import register_interceptor
+from gradwire.rpc._remote_exceptions import describe, rebuild
+from gradwire.rpc._rref_service import Creation, Handle, Owned, RefService, User
+from gradwire.rpc._rref_table import RefId
+from gradwire.rpc.functions import ASYNC_ATTRIBUTE
+from gradwire.wire import name_of, resolve
+
+__all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
+
+T = TypeVar("T")
+
+Backward = Callable[[int, Any, bool], None]
+
+
+class RRef(Handle, Generic[T]):
+    """A reference to a value that lives on one worker, its owner.
+
+    It can be sent to other workers, as an argument or a result, also inside containers.
+    The value lives until the last reference is gone.
+
+    Args:
+        value: A value of this worker, which becomes its owner.
+        type_hint: For code that was written for torch; of no meaning here.
+
+    Example:
+        >>> rref = RRef([1, 2])
+        >>> rref.local_value()
+        [1, 2]
+    """
+
+    __slots__ = ("_creation",)
+
+    _creation: Future[None]
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        self._service = _service_of(current_agent())
+        self._ref = self._service.own(value)
+
+    # -------------------------------------------------------------------------- owner
+
+    def owner(self) -> WorkerInfo:
+        """The worker that the value lives on."""
+        ref = self._ref
+        return ref.owner if isinstance(ref, User) else self._service.agent.info
+
+    def owner_name(self) -> str:
+        """Its name."""
+        return self.owner().name
+
+    def is_owner(self) -> bool:
+        """Whether it is this worker."""
+        return isinstance(self._ref, Owned)
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner knows this reference by now."""
+        if isinstance(self._ref, Owned):
+            return True
+        outcome = self._ref.confirmation
+        return outcome.done and outcome.error is None
+
+    # -------------------------------------------------------------------------- value
+
+    def local_value(self) -> T:
+        """The value itself, on its owner; waits until it is made.
+
+        Raises:
+            UsageError: This worker is not the owner.
+            Exception: What the function raised that should have made the value.
+        """
+        ref = self._ref
+        if isinstance(ref, User):
+            raise UsageError(
+                f"can't call local_value() on worker {self._service.agent.info.name!r}: "
+                f"the value lives on worker {ref.owner.name!r}; use to_here()",
+                worker=self._service.agent.info.name,
+            )
+        ref.outcome.wait()
+        return cast(T, ref.outcome.result())
+
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+        """A copy of the value; on its owner the value itself.
+
+        Inside a context a tensor comes with its history: gradients find their way back.
+
+        Args:
+            timeout: As in `rpc_sync`.
+
+        Raises:
+            OwnerLost: The owner is gone.
+            Exception: What the function raised that should have made the value.
+        """
+        ref = self._ref
+        if isinstance(ref, Owned):
+            return self.local_value()
+        ref.check()
+        call = self._service.agent.call
+        return cast(T, call(ref.owner, fetch, (*ref.id,), None, timeout))
+
+    def backward(
+        self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False
+    ) -> None:
+        """Runs a backward pass from the value, which is a scalar, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: A context; -1: a plain backward there.
+            retain_graph: As in torch.
+        """
+        context = int(dist_autograd_ctx_id)
+        ref = self._ref
+        if isinstance(ref, Owned):
+            _run_backward(context, self.local_value(), retain_graph)
+            return
+        ref.check()
+        arguments = (tuple(ref.id), context, retain_graph)
+        self._service.agent.call(ref.owner, run_backward, arguments, None, 0)
+
+    # -------------------------------------------------------------------------- calls
+
+    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """The value's methods, called where it lives: ``rref.rpc_sync().method(x)``.
+
+        Args:
+            timeout: As in `gradwire.rpc.rpc_sync`.
+        """
+        return _Proxy(self, self._call_sync, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """As `rpc_sync`; calls return futures."""
+        return _Proxy(self, self._call_async, timeout)
+
+    def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """As `rpc_sync`; calls return references to results, which stay there."""
+        return _Proxy(self, self._call_remote, timeout)
+
+    def _call_sync(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
+        agent = self._service.agent
+        return agent.call(self.owner(), invoke, arguments, None, timeout)
+
+    def _call_async(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
+        agent = self._service.agent
+        future = agent.call_async(self.owner(), invoke, arguments, None, timeout)
+        # The value must live until the call has found it.
+        future._keeps = self  # type: ignore[attr-defined]
+        return future
+
+    def _call_remote(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
+        made: RRef[Any] = _create(
+            self._service, self.owner(), invoke, arguments, {}, timeout
+        )
+        made._creation._keeps = self  # type: ignore[attr-defined]
+        return made
+
+    # -------------------------------------------------------------------------- others
+
+    def _get_future(self) -> Future[None]:
+        """Completes when the value is made, or cannot be."""
+        return self._creation
+
+    def __repr__(self) -> str:
+        if isinstance(self._ref, Owned):
+            return f"OwnerRRef({self._ref.id})"
+        ref = self._ref
+        return f"UserRRef({ref.id}, fork={ref.fork}, owner={ref.owner.name!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using "
+            "RPC: it is a reference that its owner counts. Send it as an argument or a "
+            "result of a call, or pickle what to_here() returns"
+        )
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce__()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__reduce__()
+
+
+class _Proxy:
+    """Attributes of a remote value, to be called."""
+
+    __slots__ = ("_call", "_rref", "_timeout")
+
+    def __init__(
+        self,
+        rref: RRef[Any],
+        call: Callable[[float, tuple[Any, ...]], Any],
+        timeout: float,
+    ) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._invoke, name)
+
+    def _invoke(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        ref = self._rref._ref
+        value: Any = self._rref
+        if isinstance(ref, User):
+            # The id is enough for the owner: it keeps the value for as long as we have
+            # the reference.
+            ref.check()
+            value = tuple(ref.id)
+        return self._call(self._timeout, (value, name, args, kwargs))
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]:
+    """Runs ``func(*args, **kwargs)`` on a worker, where its result stays.
+
+    Args:
+        to: As in `rpc_sync`.
+        func: Likewise.
+        args: Likewise.
+        kwargs: Likewise.
+        timeout: Limit for making the value; see `rpc_sync`.
+
+    Returns:
+        A reference to the result, at once. What ``func`` raises comes from
+        `RRef.to_here`.
+
+    Example:
+        >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 1))
+        >>> rref.to_here()
+        tensor([2., 2.])
+    """
+    agent = current_agent()
+    info = agent.network.find(to).info
+    return _create(
+        _service_of(agent), info, func, tuple(args or ()), kwargs or {}, timeout
+    )
+
+
+def _create(
+    service: RefService,
+    owner: WorkerInfo,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> RRef[Any]:
+    if not callable(function):
+        raise TypeError(f"function should be callable, found {type(function).__name__}")
+    ref: Owned | User
+    if owner.id == service.me:
+        ref, creation = service.create_here()
+    else:
+        ref, creation = service.create_there(owner)
+    rref: RRef[Any] = RRef._bind(service, ref)
+    name = name_of(function)
+    arguments = (creation, name, None if name else function, args, kwargs)
+    rref._creation = service.agent.call_async(owner, create, arguments, None, timeout)
+    return rref
+
+
+# --------------------------------------------------------------- what runs on the owner
+
+
+def create(
+    owned: Owned | Creation,
+    name: str | None,
+    function: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Makes a value. An error is the value's, not the call's."""
+    if not isinstance(owned, Owned):
+        raise AssertionError("the ids of a value were not unpacked")
+    try:
+        if function is None:
+            function = resolve(name or "")
+        result = function(*args, **kwargs)
+    except Exception as error:
+        _set_error(owned, error)
+        return None
+    if type(result) is Later:
+        return _later(owned, result.future)
+    if getattr(function, ASYNC_ATTRIBUTE, None) is not None:
+        if not hasattr(result, "add_done_callback"):
+            _set_error(owned, _no_future(function, result))
+            return None
+        return _later(owned, result)
+    owned.settle(result, None)
+    return None
+
+
+def _later(owned: Owned, future: Any) -> Later:
+    done: Future[None] = Future()
+
+    def finish(finished: Any) -> None:
+        try:
+            owned.settle(finished.wait(), None)
+        except Exception as error:
+            _set_error(owned, error)
+        done.set_result(None)
+
+    future.add_done_callback(finish)
+    return Later(done)
+
+
+def _set_error(owned: Owned, error: Exception) -> None:
+    # Described at once: with its traceback it would keep the handler's frame.
+    owned.settle(None, rebuild(describe(error, current_agent().info.name)))
+    error.__traceback__ = None
+
+
+def _no_future(function: Callable[..., Any], result: object) -> UsageError:
+    return UsageError(
+        "Functions decorated with @rpc.functions.async_execution must return a "
+        f"torch.futures.Future object, but {function.__module__}."
+        f"{function.__qualname__} returned {type(result).__module__}."
+        f"{type(result).__qualname__}"
+    )
+
+
+def fetch(*rref: int) -> Any:
+    """The value of a reference, as soon as it is made."""
+    outcome = _find(rref).outcome
+    if outcome.done:
+        return outcome.result()
+    future: Future[Any] = Future(outcome=outcome)
+
+    def finish() -> None:
+        future._settle()
+
+    if not outcome.add_callback(finish):
+        return outcome.result()
+    return Later(future)
+
+
+def invoke(
+    rref: RRef[Any] | tuple[int, ...],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a method of a value; an attribute that is none is returned."""
+    found = getattr(_value_of(rref), name)
+    if not callable(found) and not args and not kwargs:
+        return found
+    result = found(*args, **kwargs)
+    if getattr(found, ASYNC_ATTRIBUTE, None) is not None:
+        if not hasattr(result, "add_done_callback"):
+            raise _no_future(found, result)
+        return Later(result)
+    return result
+
+
+def run_backward(rref: tuple[int, ...], context: int, retain_graph: bool) -> None:
+    """See `RRef.backward`."""
+    _run_backward(context, _value_of(rref), retain_graph)
+
+
+CUT_OUTSIDE_CONTEXT = frozenset(
+    f"{function.__module__}:{function.__name__}" for function in (create, fetch)
+)
+"""Calls that are not recorded outside a context: what they refer to outlives them."""
+
+_in_context: list[Backward] = []
+
+
+def set_backward(backward: Backward) -> None:
+    """For the layer that knows contexts: how to run a pass over one."""
+    _in_context[:] = [backward]
+
+
+def _run_backward(context: int, root: Any, retain_graph: bool) -> None:
+    if context < 0:
+        root.backward(retain_graph=retain_graph)
+    elif _in_context:
+        _in_context[0](context, root, retain_graph)
+    else:
+        raise UsageError("contexts need gradwire.autograd, which was not imported")
+
+
+def _value_of(rref: RRef[Any] | tuple[int, ...]) -> Any:
+    if isinstance(rref, RRef):
+        return rref.local_value()
+    outcome = _find(rref).outcome
+    outcome.wait()
+    return outcome.result()
+
+
+def _find(rref: tuple[int, ...]) -> Owned:
+    return _service_of(current_agent()).find(RefId(*rref))
+
+
+def _service_of(agent: Agent) -> RefService:
+    for interceptor in agent.interceptors:
+        if isinstance(interceptor, RefService):
+            return interceptor
+    raise AssertionError("an agent without references")
+
+
+class _Service(RefService):
+    handle_class = RRef
+
+
+register_interceptor(_Service)

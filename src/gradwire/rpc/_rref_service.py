@@ -1,0 +1,645 @@
+"""References at work: how they travel, are counted and end, for one agent.
+
+Decisions are in `_rref_table`; what users hold is in `_rref`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+
+from gradwire._ids import WorkerInfo
+from gradwire.errors import GradwireError, OwnerLost, UsageError
+from gradwire.rpc._future import Outcome
+from gradwire.rpc._interceptors import Addition, Interceptor, Note, Scope
+from gradwire.rpc._leftovers import Leftovers
+from gradwire.rpc._rref_table import (
+    AskFork,
+    Instruction,
+    RefId,
+    RefTable,
+    TellArrived,
+    TellDelete,
+    TellForked,
+)
+from gradwire.rpc._turn import about_to_block
+from gradwire.wire import Message, encode, register_message
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from gradwire.rpc._agent import Agent
+    from gradwire.rpc._peer import Peer
+    from gradwire.transport import Frame
+
+__all__ = ["Creation", "Handle", "Owned", "RefService", "User"]
+
+
+class ForkRequest(Message, array_like=True, gc=False):
+    """Asks the owner to enter a fork that the sender was given."""
+
+    rref: RefId
+    fork: RefId
+
+
+class Forked(Message, array_like=True, gc=False):
+    """Answers a `ForkRequest`."""
+
+    fork: RefId
+    is_known: bool
+
+
+class Arrived(Message, array_like=True, gc=False):
+    """Tells a parent that its children have arrived."""
+
+    forks: list[RefId]
+
+
+class Deleted(Message, array_like=True, gc=False):
+    """Tells the owner that forks are gone; for each its value and itself."""
+
+    forks: list[tuple[RefId, RefId]]
+
+
+register_message(32, ForkRequest)
+register_message(33, Forked)
+register_message(34, Arrived)
+register_message(35, Deleted)
+
+
+class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What travels of a reference, in the value and in the header of its message."""
+
+    owner: int
+    rref: RefId
+    fork: RefId
+    parent: int
+
+    def __reduce__(self) -> Any:
+        return Packed, (self.owner, self.rref, self.fork, self.parent)
+
+
+_encode_header = msgspec.msgpack.Encoder().encode
+_decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
+
+
+class Owned:
+    """A value of this worker that may be referred to from others."""
+
+    __slots__ = ("id", "outcome")
+
+    def __init__(self, rref: RefId) -> None:
+        self.id = rref
+        self.outcome = Outcome()
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Sets the value, or why there is none."""
+        if self.outcome.finish(value, error):
+            for callback in self.outcome.take_callbacks():
+                callback()
+
+
+class User:
+    """A fork that this worker holds."""
+
+    __slots__ = ("confirmation", "fork", "id", "owner")
+
+    def __init__(self, rref: RefId, fork: RefId, owner: WorkerInfo) -> None:
+        self.id = rref
+        self.fork = fork
+        self.owner = owner
+        self.confirmation = Outcome()
+
+    def check(self) -> None:
+        """Raises if there is nothing to refer to."""
+        error = self.confirmation.error
+        if error is not None:
+            raise error.with_traceback(None)
+
+
+class Handle:
+    """What a program holds of a reference; its death is that of the reference.
+
+    Finalisers must not lock, so the end only makes an entry in a queue.
+    """
+
+    __slots__ = ("__weakref__", "_ref", "_service")
+
+    _service: RefService
+    _ref: Owned | User
+
+    @classmethod
+    def _bind(cls, service: RefService, ref: Owned | User) -> Self:
+        handle = cls.__new__(cls)
+        handle._service = service
+        handle._ref = ref
+        return handle
+
+    def __del__(self) -> None:
+        # An exception in the constructor leaves a handle without fields.
+        ref = getattr(self, "_ref", None)
+        if type(ref) is User:
+            self._service.leftovers.put(ref.fork)
+
+
+class Creation:
+    """Travels with the call that makes a value: the ids of the value and its first fork."""
+
+    __slots__ = ("fork", "holder", "rref")
+
+    def __init__(self, rref: RefId, fork: RefId, holder: int) -> None:
+        self.rref, self.fork, self.holder = rref, fork, holder
+
+
+class RefService(Interceptor):
+    """The references of one agent."""
+
+    name = "rref"
+    sees_all_calls = False
+    handle_class: type[Handle] = Handle
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        self.me = agent.info.id
+        self.leftovers = Leftovers(agent.info.name, self._drop)
+        self.messages = {
+            ForkRequest: self._on_fork_request,
+            Forked: self._on_forked,
+            Arrived: self._on_arrived,
+            Deleted: self._on_deleted,
+        }
+        self.packs = {self.handle_class: self._pack, Creation: self._pack_creation}
+        self._ids = itertools.count()
+        self._local = _Transfer()
+        # Guards all below: any thread that sends, receives or drops references.
+        self._lock = threading.Lock()
+        self._table = RefTable(self.me)
+        self._owned: dict[RefId, Owned] = {}
+        self._users: dict[RefId, User] = {}
+
+    def new_id(self) -> RefId:
+        """An id that nobody else uses."""
+        return RefId(self.me, self.agent.network.incarnation, next(self._ids))
+
+    # ------------------------------------------------------------------------- values
+
+    def own(self, value: Any) -> Owned:
+        """A value of ours that can be referred to."""
+        owned = Owned(self.new_id())
+        owned.settle(value, None)
+        return owned
+
+    def create_here(self) -> tuple[Owned, Creation]:
+        """A value that a call to ourselves will make."""
+        owned = Owned(self.new_id())
+        creation = Creation(owned.id, owned.id, self.me)
+        with self._lock:
+            self._owned[owned.id] = owned
+            self._table.add_fork(owned.id, owned.id, self.me)
+        return owned, creation
+
+    def create_there(self, owner: WorkerInfo) -> tuple[User, Creation]:
+        """A value that a call to another worker will make."""
+        self.leftovers.ensure_thread()
+        user = User(self.new_id(), self.new_id(), owner)
+        with self._lock:
+            self._users[user.fork] = user
+            self._table.create(user.id, user.fork, owner.id)
+        return user, Creation(user.id, user.fork, self.me)
+
+    def find(self, rref: RefId) -> Owned:
+        """A value of ours. If the call that makes it is still to come, it is awaited."""
+        with self._lock:
+            owned = self._owned.get(rref)
+            if owned is None:
+                owned = self._owned[rref] = Owned(rref)
+            return owned
+
+    # ---------------------------------------------------------------------- travelling
+
+    def _pack(self, handle: Handle, peer: Peer) -> Packed:
+        ref = handle._ref
+        fork = self.new_id()
+        if handle._service is not self:
+            raise UsageError(
+                "an RRef can only be sent by the worker that it belongs to: it was made "
+                f"on {handle._service.agent.info.name!r} before a shutdown, or in another "
+                "agent"
+            )
+        if isinstance(ref, Owned):
+            packed = Packed(self.me, ref.id, fork, self.me)
+            with self._lock:
+                self._owned[ref.id] = ref
+                self._table.add_fork(ref.id, fork, peer.info.id)
+        else:
+            ref.check()
+            packed = Packed(ref.owner.id, ref.id, fork, self.me)
+            with self._lock:
+                self._table.send(ref.fork, fork, peer.info.id)
+        self._local.packed.append(packed)
+        return packed
+
+    def _pack_creation(self, creation: Creation, peer: Peer) -> tuple[RefId, RefId]:
+        self._local.creation = creation
+        return creation.rref, creation.fork
+
+    def unpack(self, packed: Any, peer: Peer) -> Any:
+        """See `Interceptor`."""
+        if not isinstance(packed, Packed):
+            rref, fork = packed
+            return self._unpack_creation(rref, fork, peer)
+        self.leftovers.ensure_thread()
+        rref, fork = packed.rref, packed.fork
+        ref: Owned | User
+        with self._lock:
+            instructions = self._table.arrive(rref, fork, packed.owner, packed.parent)
+            if packed.owner == self.me:
+                ref = self._owned.get(rref) or self._owned.setdefault(rref, Owned(rref))
+                if rref not in self._table.forks:
+                    del self._owned[rref]  # only the program holds it now
+            else:
+                owner = self.agent.network.find(packed.owner).info
+                ref = self._users[fork] = User(rref, fork, owner)
+        if isinstance(ref, User):
+            if packed.parent == packed.owner:
+                ref.confirmation.finish(None, None)
+            else:
+                self._local.unconfirmed.append(ref)
+        self._perform(instructions)
+        return self.handle_class._bind(self, ref)
+
+    def _unpack_creation(self, rref: RefId, fork: RefId, peer: Peer) -> Owned:
+        """The fork is entered before the function that makes the value begins."""
+        with self._lock:
+            owned = self._owned.get(rref)
+            if owned is None:
+                owned = self._owned[rref] = Owned(rref)
+            self._table.add_fork(rref, fork, peer.info.id)
+        return owned
+
+    # --------------------------------------------------------------- calls and replies
+
+    def sending_call(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        tensors: list[Tensor],
+        of_modules: set[int],
+        is_grad_enabled: bool,
+    ) -> Note:
+        """See `Interceptor`."""
+        return _CallNote(self, *self._local.take_packed())
+
+    def received_reply(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        note: Note | None,
+        header: bytes | None,
+        tracked: list[Tensor],
+    ) -> None:
+        """See `Interceptor`."""
+        self._local.unconfirmed = []
+        if isinstance(note, _CallNote) and note.creation is not None:
+            self._created(note.creation, None)
+
+    def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
+        """See `Interceptor`."""
+        self._settle_unseen(header)
+
+    def received_call(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        header: bytes | None,
+        tracked: list[Tensor],
+    ) -> Scope:
+        """See `Interceptor`."""
+        unconfirmed, self._local.unconfirmed = self._local.unconfirmed, []
+        return _CallScope(self, unconfirmed)
+
+    def packed_reply(self, peer: Peer) -> Scope:
+        """See `Interceptor`."""
+        return _CallScope(self, [])
+
+    def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
+        """See `Interceptor`."""
+        self._settle_unseen(header)
+
+    def discarded(self) -> None:
+        """See `Interceptor`."""
+        packed, _ = self._local.take_packed()
+        self._local.unconfirmed = []
+        self.cancel(packed)
+
+    def cancel(self, packed: Iterable[Packed]) -> None:
+        """References that we packed were not sent."""
+        instructions: list[Instruction] = []
+        with self._lock:
+            for item in packed:
+                if item.owner == self.me:
+                    self._remove_fork(item.rref, item.fork)
+                else:
+                    instructions += self._table.on_arrived(item.fork)
+        self._perform(instructions)
+
+    def _settle_unseen(self, header: bytes) -> None:
+        """A message came that nobody will read; some of it may have been unpacked."""
+        instructions: list[Instruction] = []
+        for item in _decode_header(header):
+            owner, rref, fork, parent = item.owner, item.rref, item.fork, item.parent
+            with self._lock:
+                if fork in self._users:
+                    continue  # it was unpacked, and dies as others do
+                if parent == self.me == owner:
+                    self._remove_fork(rref, fork)
+                elif parent == owner:
+                    instructions.append(TellDelete(owner, rref, fork))
+                else:
+                    instructions.append(TellArrived(parent, fork))
+        self._perform(instructions)
+
+    def _created(self, creation: Creation, error: BaseException | None) -> None:
+        """The call that makes a value has ended."""
+        if creation.fork == creation.rref:  # a call to ourselves
+            with self._lock:
+                owned = self._owned.get(creation.rref)
+                self._remove_fork(creation.rref, creation.fork)
+            if owned is not None and error is not None:
+                owned.settle(None, error)
+            return
+        with self._lock:
+            user = self._users.get(creation.fork)
+        if user is None:
+            return
+        if error is None:
+            self._confirm(user.fork)
+        else:
+            self._fail(user.fork, error)
+            # The value may have been made all the same, or be awaited there.
+            self._perform([TellDelete(user.owner.id, user.id, user.fork)])
+
+    # ----------------------------------------------------------------------- messages
+
+    def _on_fork_request(self, peer: Peer, message: ForkRequest, frame: Frame) -> None:
+        with self._lock:
+            instructions = self._table.on_fork_request(
+                message.rref, message.fork, peer.info.id
+            )
+        self._perform(instructions)
+
+    def _on_forked(self, peer: Peer, message: Forked, frame: Frame) -> None:
+        if message.is_known:
+            self._confirm(message.fork)
+            return
+        error = OwnerLost(
+            f"worker {peer.info.name!r} no longer has the value of an RRef: all workers "
+            "that held it were lost while this reference was on its way",
+            worker=peer.info.name,
+        )
+        self._fail(message.fork, error)
+
+    def _on_arrived(self, peer: Peer, message: Arrived, frame: Frame) -> None:
+        instructions: list[Instruction] = []
+        with self._lock:
+            for fork in message.forks:
+                instructions += self._table.on_arrived(fork)
+            self._forget(instructions)
+        self._perform(instructions)
+
+    def _on_deleted(self, peer: Peer, message: Deleted, frame: Frame) -> None:
+        for rref, fork in message.forks:
+            with self._lock:
+                freed = self._remove_fork(rref, fork)
+                if freed is None and rref not in self._table.forks:
+                    freed = self._owned.pop(rref, None)  # it was awaited
+            _give_up(freed)
+            del freed  # the value may die here, outside of the lock
+
+    def peer_lost(self, peer: Peer) -> None:
+        """See `Interceptor`."""
+        rank = peer.info.id
+        if rank == self.me:
+            return
+        with self._lock:
+            free, orphans, instructions = self._table.lose(rank)
+            # Those that it was about to make are awaited in vain.
+            free += [
+                rref
+                for rref in self._owned
+                if rref.created_on == rank and rref not in self._table.forks
+            ]
+            freed = [self._owned.pop(rref, None) for rref in free]
+            users = [self._users.pop(fork, None) for fork in orphans]
+            self._forget(instructions)
+        for owned in freed:
+            _give_up(owned)
+        for user in users:
+            if user is not None:
+                error = OwnerLost(
+                    f"worker {peer.info.name!r} (rank {rank}), which owned the value of "
+                    f"an RRef, is lost, and the value with it: {peer.fate}",
+                    worker=peer.info.name,
+                )
+                # One that was confirmed has an outcome; the last word is this one.
+                if not user.confirmation.finish(None, error):
+                    user.confirmation.error = error
+        self._perform(instructions)
+
+    # -------------------------------------------------------------------------- inside
+
+    def _confirm(self, fork: RefId) -> None:
+        with self._lock:
+            user = self._users.get(fork)
+            instructions = self._table.confirm(fork)
+            self._forget(instructions)
+        if user is not None:
+            user.confirmation.finish(None, None)
+        self._perform(instructions)
+
+    def _fail(self, fork: RefId, error: BaseException) -> None:
+        with self._lock:
+            user = self._users.pop(fork, None)
+            instructions = self._table.fail(fork)
+        if user is not None:
+            user.confirmation.finish(None, error)
+        self._perform(instructions)
+
+    def _drop(self, forks: list[RefId]) -> None:
+        """The program dropped its handles."""
+        instructions: list[Instruction] = []
+        with self._lock:
+            for fork in forks:
+                instructions += self._table.drop(fork)
+            self._forget(instructions)
+        self._perform(instructions)
+
+    def _remove_fork(self, rref: RefId, fork: RefId) -> Owned | None:
+        """The caller holds the lock; the value, if nobody refers to it any more."""
+        if self._table.remove_fork(rref, fork):
+            return self._owned.pop(rref, None)
+        return None
+
+    def _forget(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, TellDelete):
+                self._users.pop(instruction.fork, None)
+
+    def _perform(self, instructions: list[Instruction]) -> None:
+        arrived: dict[int, list[RefId]] = {}
+        deleted: dict[int, list[tuple[RefId, RefId]]] = {}
+        for instruction in instructions:
+            if isinstance(instruction, TellArrived):
+                arrived.setdefault(instruction.to, []).append(instruction.fork)
+            elif isinstance(instruction, TellDelete):
+                pair = instruction.rref, instruction.fork
+                deleted.setdefault(instruction.to, []).append(pair)
+            elif isinstance(instruction, AskFork):
+                self._ask(instruction)
+            elif isinstance(instruction, TellForked):
+                self._send(
+                    instruction.to, Forked(instruction.fork, instruction.is_known)
+                )
+        for to, forks in arrived.items():
+            self._send(to, Arrived(forks))
+        for to, pairs in deleted.items():
+            self._send(to, Deleted(pairs))
+
+    def _ask(self, instruction: AskFork) -> None:
+        owner = self.agent.network.find(instruction.to)
+        if owner.link is None:
+            about_to_block()  # nobody else reads what this thread has its turn at
+        try:
+            self.agent.network.connect(owner)
+            self.agent.send(
+                owner, encode(ForkRequest(instruction.rref, instruction.fork))
+            )
+        except GradwireError as error:
+            lost = OwnerLost(
+                f"worker {owner.info.name!r} (rank {owner.info.id}), which owns the value "
+                f"of an RRef, cannot be reached: {error}",
+                worker=owner.info.name,
+            )
+            self._fail(instruction.fork, lost)
+
+    def _send(self, rank: int, message: Message) -> None:
+        """Sends to a worker; if that is lost, `peer_lost` does the rest."""
+        try:
+            peer = self.agent.network.find(rank)
+            self.agent.network.connect(peer)
+            self.agent.send(peer, encode(message))
+        except GradwireError:
+            pass
+
+    # ----------------------------------------------------------------------------- end
+
+    def debug_info(self) -> dict[str, Any]:
+        """See `Interceptor`."""
+        self.leftovers.work_off()
+        with self._lock:
+            counts: dict[str, Any] = self._table.counts()
+            awaited = sum(not owned.outcome.done for owned in self._owned.values())
+        return {**counts, "awaited_values": awaited}
+
+    def drop_everything(self) -> None:
+        """The worker is about to leave: nothing is referred to from here any more."""
+        with self._lock:
+            forks = list(self._users)
+        self._drop(forks)
+
+    def close(self) -> None:
+        """See `Interceptor`."""
+        self.leftovers.close()
+        with self._lock:
+            doomed = list(self._owned.values())
+            self._owned.clear()
+            self._users.clear()
+            self._table = RefTable(self.me)
+        for owned in doomed:
+            _give_up(owned)
+
+
+class _Transfer(threading.local):
+    """What a thread has packed or unpacked of the message that it is at."""
+
+    def __init__(self) -> None:
+        self.packed: list[Packed] = []
+        self.creation: Creation | None = None
+        self.unconfirmed: list[User] = []
+
+    def take_packed(self) -> tuple[list[Packed], Creation | None]:
+        packed, self.packed = self.packed, []
+        creation, self.creation = self.creation, None
+        return packed, creation
+
+
+class _CallNote(Note):
+    """References that leave with a call, and the value that it makes."""
+
+    __slots__ = ("_packed", "_service", "creation")
+
+    def __init__(
+        self, service: RefService, packed: list[Packed], creation: Creation | None
+    ) -> None:
+        super().__init__(Addition(_encode_header(packed) if packed else None))
+        self._service = service
+        self._packed = packed
+        self.creation = creation
+
+    def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
+        """See `Note`."""
+        if not was_sent:
+            self._service.cancel(self._packed)
+        if self.creation is not None:
+            if error is None:
+                error = UsageError("the call that should make the value was not sent")
+            self._service._created(self.creation, error)
+
+
+class _CallScope(Scope):
+    """References that came with a call, or leave with its reply."""
+
+    __slots__ = ("_packed", "_service", "_unconfirmed")
+
+    def __init__(self, service: RefService, unconfirmed: list[User]) -> None:
+        self._service = service
+        self._unconfirmed = unconfirmed
+        self._packed: list[Packed] = []
+
+    def enter_handler(self) -> AbstractContextManager[None] | None:
+        """Waits until the owners know the references that came as arguments."""
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        agent = self._service.agent
+        for user in unconfirmed:
+            agent.wait_for(user.confirmation, agent.network.find(user.owner.id))
+            user.check()
+        return None
+
+    def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
+        """See `Scope`."""
+        self._packed, _ = self._service._local.take_packed()
+        return Addition(_encode_header(self._packed) if self._packed else None)
+
+    def failed(self) -> None:
+        """See `Scope`."""
+        packed, self._packed = self._packed, []
+        if packed:
+            self._service.cancel(packed)
+
+
+def _give_up(owned: Owned | None) -> None:
+    """Nobody refers to a value any more; if it was never made, nobody will make it."""
+    if owned is not None and not owned.outcome.done:
+        owned.settle(
+            None,
+            OwnerLost("nobody refers to this value any more, and it was never made"),
+        )
