@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for a start as a script
 from benchmarks import autograd_work as work
 from benchmarks import plots
 from benchmarks import rpc as calls
-from benchmarks.workers import Group, start_quickly
+from benchmarks.workers import Group, Library, start_quickly
 
 # Torch is imported by the workers only.
 
@@ -140,7 +140,12 @@ FORMS = {
 class Groups:
     """All workers. Only one group runs at a time, the others are stopped."""
 
-    def __init__(self, wanted: list[tuple[str, int]], folder: str) -> None:
+    def __init__(
+        self,
+        wanted: list[tuple[str, int]],
+        folder: str,
+        prepare: Callable[[Library], None],
+    ) -> None:
         self._groups: dict[tuple[str, int], Group] = {}
         try:
             # One after the other: idle workers of torch slow down the start of others.
@@ -148,7 +153,7 @@ class Groups:
                 group = self._groups[system, world] = Group(system, world, folder)
                 group.wait_until_ready()
                 for rank in range(world):
-                    group.ask(rank, work.prepare)
+                    group.ask(rank, prepare)
                 group.pause()
         except BaseException:
             self.kill()
@@ -177,9 +182,12 @@ class Groups:
 
 
 @contextmanager
-def _running(wanted: list[tuple[str, int]]) -> Iterator[Groups]:
+def running(
+    wanted: list[tuple[str, int]], prepare: Callable[[Library], None]
+) -> Iterator[Groups]:
+    """Groups of fresh workers; at the end they shut down, or are killed."""
     with tempfile.TemporaryDirectory(prefix="gradwire-bench-") as folder:
-        groups = Groups(wanted, folder)
+        groups = Groups(wanted, folder, prepare)
         try:
             yield groups
             groups.stop()
@@ -201,7 +209,7 @@ def run(parts: list[str], num_rounds: int, quick: bool) -> dict[str, Any]:
         "local": [],
         "growth": [],
     }
-    with _running(choose_groups(parts, quick)) as groups:
+    with running(choose_groups(parts, quick), work.prepare) as groups:
         if "calls" in parts:  # connections, imports, first pages
             for item in ITEMS:
                 for name in SYSTEMS:

@@ -210,7 +210,7 @@ class Agent:
             raise TypeError(
                 f"function should be callable, found {type(function).__name__}"
             )
-        deadline = self._deadline(timeout)
+        deadline = self.deadline(timeout)
         link = peer.link
         if link is None or peer.fate is not None:
             link = self.network.link_to(peer, deadline)
@@ -291,7 +291,8 @@ class Agent:
             if not interruptible(ticket.wait, left):
                 ticket.detach()
 
-    def _deadline(self, timeout: float) -> float:
+    def deadline(self, timeout: float) -> float:
+        """When a call with this limit ends, on the monotonic clock; 0: never."""
         if timeout == UNSET_TIMEOUT or timeout is None:
             timeout = self.rpc_timeout
         elif not isinstance(timeout, (int, float)) or isinstance(timeout, bool):

@@ -31,6 +31,7 @@ class PendingCall(Outcome):
         "future",
         "id",
         "is_given_up",
+        "keeps",
         "link",
         "notes",
         "target",
@@ -55,6 +56,7 @@ class PendingCall(Outcome):
         self.await_answer = await_answer
         self.future: Future[Any] | None = None
         self.is_given_up = False
+        self.keeps: object = None  # what must live until the answer is there
         self.notes = notes or {}
         for note in self.notes.values():
             note.call = self
@@ -69,6 +71,7 @@ class PendingCall(Outcome):
             self.drop_notes(error is not None, error)
             # Taken out: a finished call and its future must not keep each other alive.
             future, self.future = self.future, None
+            self.keeps = None
             if future is not None:
                 future._settle()
 

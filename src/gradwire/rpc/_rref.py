@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from gradwire._config import UNSET_TIMEOUT
 from gradwire._ids import WorkerInfo
-from gradwire.errors import UsageError
+from gradwire.errors import CallTimeout, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._future import Future, Later
 from gradwire.rpc._interceptors import register_interceptor
 from gradwire.rpc._remote_exceptions import describe, rebuild
@@ -104,11 +106,21 @@ class RRef(Handle, Generic[T]):
             Exception: What the function raised that should have made the value.
         """
         ref = self._ref
+        agent = self._service.agent
         if isinstance(ref, Owned):
+            deadline = agent.deadline(timeout)
+            left = max(0.0, deadline - time.monotonic()) if deadline else None
+            if not ref.outcome.wait(left):
+                raise CallTimeout(
+                    "the value of an RRef was not made within the limit; the function "
+                    "that makes it still runs here",
+                    worker=agent.info.name,
+                )
             return self.local_value()
         ref.check()
-        call = self._service.agent.call
-        return cast(T, call(ref.owner, fetch, (*ref.id,), None, timeout))
+        with self._service.reaching(ref.owner):
+            found = agent.call(ref.owner, fetch, (*ref.id,), None, timeout)
+        return cast(T, found)
 
     def backward(
         self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False
@@ -126,7 +138,8 @@ class RRef(Handle, Generic[T]):
             return
         ref.check()
         arguments = (tuple(ref.id), context, retain_graph)
-        self._service.agent.call(ref.owner, run_backward, arguments, None, 0)
+        with self._service.reaching(ref.owner):
+            self._service.agent.call(ref.owner, run_backward, arguments, None, 0)
 
     # -------------------------------------------------------------------------- calls
 
@@ -147,22 +160,30 @@ class RRef(Handle, Generic[T]):
         return _Proxy(self, self._call_remote, timeout)
 
     def _call_sync(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
-        agent = self._service.agent
-        return agent.call(self.owner(), invoke, arguments, None, timeout)
+        agent, owner = self._service.agent, self.owner()
+        with self._service.reaching(owner):
+            return agent.call(owner, invoke, arguments, None, timeout)
 
     def _call_async(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
         agent = self._service.agent
         future = agent.call_async(self.owner(), invoke, arguments, None, timeout)
-        # The value must live until the call has found it.
-        future._keeps = self  # type: ignore[attr-defined]
+        self._outlive(future)
         return future
 
     def _call_remote(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
         made: RRef[Any] = _create(
             self._service, self.owner(), invoke, arguments, {}, timeout
         )
-        made._creation._keeps = self  # type: ignore[attr-defined]
+        self._outlive(made._creation)
         return made
+
+    def _outlive(self, future: Future[Any]) -> None:
+        """The value must live until the call has found it."""
+        call = future._outcome
+        if isinstance(call, PendingCall):
+            call.keeps = self
+            if call.done:
+                call.keeps = None
 
     # -------------------------------------------------------------------------- others
 
@@ -269,7 +290,12 @@ def _create(
     rref: RRef[Any] = RRef._bind(service, ref)
     name = name_of(function)
     arguments = (creation, name, None if name else function, args, kwargs)
-    rref._creation = service.agent.call_async(owner, create, arguments, None, timeout)
+    call = service.agent.call_async
+    try:
+        rref._creation = call(owner, create, arguments, None, timeout)
+    except BaseException as error:
+        service.created(creation, error, was_sent=False)
+        raise
     return rref
 
 

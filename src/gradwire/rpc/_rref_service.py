@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
 
 from gradwire._ids import WorkerInfo
-from gradwire.errors import GradwireError, OwnerLost, UsageError
+from gradwire.errors import GradwireError, OwnerLost, PeerLostError, UsageError
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._interceptors import Addition, Interceptor, Note, Scope
 from gradwire.rpc._leftovers import Leftovers
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from gradwire.transport import Frame
 
 __all__ = ["Creation", "Handle", "Owned", "RefService", "User"]
+
+
+_MOST_BURIED = 1024
 
 
 class ForkRequest(Message, array_like=True, gc=False):
@@ -92,10 +95,11 @@ _decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
 class Owned:
     """A value of this worker that may be referred to from others."""
 
-    __slots__ = ("id", "outcome")
+    __slots__ = ("id", "is_begun", "outcome")
 
-    def __init__(self, rref: RefId) -> None:
+    def __init__(self, rref: RefId, *, is_begun: bool = True) -> None:
         self.id = rref
+        self.is_begun = is_begun  # the call that makes it has come
         self.outcome = Outcome()
 
     def settle(self, value: Any, error: BaseException | None) -> None:
@@ -181,6 +185,8 @@ class RefService(Interceptor):
         self._lock = threading.Lock()
         self._table = RefTable(self.me)
         self._owned: dict[RefId, Owned] = {}
+        # Values that their creators gave up before the calls that make them had come.
+        self._buried: dict[RefId, None] = {}
         self._users: dict[RefId, User] = {}
 
     def new_id(self) -> RefId:
@@ -216,10 +222,27 @@ class RefService(Interceptor):
     def find(self, rref: RefId) -> Owned:
         """A value of ours. If the call that makes it is still to come, it is awaited."""
         with self._lock:
-            owned = self._owned.get(rref)
-            if owned is None:
-                owned = self._owned[rref] = Owned(rref)
-            return owned
+            owned = self._find_or_await(rref)
+        if owned is None:
+            raise OwnerLost(
+                f"worker {self.agent.info.name!r} does not have the value of an RRef any "
+                "more",
+                worker=self.agent.info.name,
+            )
+        return owned
+
+    def _find_or_await(self, rref: RefId) -> Owned | None:
+        """None if nobody will make it. The caller holds the lock.
+
+        Messages of different connections, and of one if they are served by different
+        threads, come in any order: also before the call that makes the value.
+        """
+        owned = self._owned.get(rref)
+        if owned is None and rref.created_on != self.me:
+            creator = self.agent.network.find(rref.created_on)
+            if creator.fate is None and rref not in self._buried:
+                owned = self._owned[rref] = Owned(rref, is_begun=False)
+        return owned
 
     # ---------------------------------------------------------------------- travelling
 
@@ -235,13 +258,15 @@ class RefService(Interceptor):
         if isinstance(ref, Owned):
             packed = Packed(self.me, ref.id, fork, self.me)
             with self._lock:
-                self._owned[ref.id] = ref
-                self._table.add_fork(ref.id, fork, peer.info.id)
+                if peer.fate is None:
+                    self._owned[ref.id] = ref
+                    self._table.add_fork(ref.id, fork, peer.info.id)
         else:
             ref.check()
             packed = Packed(ref.owner.id, ref.id, fork, self.me)
             with self._lock:
-                self._table.send(ref.fork, fork, peer.info.id)
+                if peer.fate is None:
+                    self._table.send(ref.fork, fork, peer.info.id)
         self._local.packed.append(packed)
         return packed
 
@@ -260,13 +285,15 @@ class RefService(Interceptor):
         with self._lock:
             instructions = self._table.arrive(rref, fork, packed.owner, packed.parent)
             if packed.owner == self.me:
-                ref = self._owned.get(rref) or self._owned.setdefault(rref, Owned(rref))
-                if rref not in self._table.forks:
-                    del self._owned[rref]  # only the program holds it now
+                ref = self._arrive_home(rref)
             else:
-                owner = self.agent.network.find(packed.owner).info
-                ref = self._users[fork] = User(rref, fork, owner)
-        if isinstance(ref, User):
+                owner = self.agent.network.find(packed.owner)
+                ref = self._users[fork] = User(rref, fork, owner.info)
+                if owner.fate is not None:
+                    instructions = self._table.fail(fork)
+                    del self._users[fork]
+                    ref.confirmation.finish(None, self._owner_lost(owner))
+        if isinstance(ref, User) and not ref.confirmation.done:
             if packed.parent == packed.owner:
                 ref.confirmation.finish(None, None)
             else:
@@ -274,13 +301,25 @@ class RefService(Interceptor):
         self._perform(instructions)
         return self.handle_class._bind(self, ref)
 
+    def _arrive_home(self, rref: RefId) -> Owned:
+        """A reference has come to the owner; the caller holds the lock."""
+        owned = self._find_or_await(rref)
+        if owned is None:
+            owned = Owned(rref)
+            _give_up(owned)
+        elif rref not in self._table.forks and owned.is_begun:
+            del self._owned[rref]  # only the program holds it now
+        return owned
+
     def _unpack_creation(self, rref: RefId, fork: RefId, peer: Peer) -> Owned:
         """The fork is entered before the function that makes the value begins."""
         with self._lock:
-            owned = self._owned.get(rref)
-            if owned is None:
-                owned = self._owned[rref] = Owned(rref)
-            self._table.add_fork(rref, fork, peer.info.id)
+            owned = self._owned.get(rref) or Owned(rref)
+            owned.is_begun = True
+            # Its creator may have died meanwhile, or given up.
+            if peer.fate is None and self._buried.pop(rref, None) is None:
+                self._owned[rref] = owned
+                self._table.add_fork(rref, fork, peer.info.id)
         return owned
 
     # --------------------------------------------------------------- calls and replies
@@ -309,7 +348,7 @@ class RefService(Interceptor):
         """See `Interceptor`."""
         self._local.unconfirmed = []
         if isinstance(note, _CallNote) and note.creation is not None:
-            self._created(note.creation, None)
+            self.created(note.creation, None)
 
     def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
         """See `Interceptor`."""
@@ -368,7 +407,13 @@ class RefService(Interceptor):
                     instructions.append(TellArrived(parent, fork))
         self._perform(instructions)
 
-    def _created(self, creation: Creation, error: BaseException | None) -> None:
+    def created(
+        self,
+        creation: Creation,
+        error: BaseException | None,
+        *,
+        was_sent: bool = True,
+    ) -> None:
         """The call that makes a value has ended."""
         if creation.fork == creation.rref:  # a call to ourselves
             with self._lock:
@@ -383,17 +428,25 @@ class RefService(Interceptor):
             return
         if error is None:
             self._confirm(user.fork)
-        else:
-            self._fail(user.fork, error)
+            return
+        owner = self.agent.network.find(user.owner.id)
+        if isinstance(error, PeerLostError) and owner.fate is not None:
+            error = self._owner_lost(owner)
+        self._fail(user.fork, error)
+        if was_sent:
             # The value may have been made all the same, or be awaited there.
             self._perform([TellDelete(user.owner.id, user.id, user.fork)])
 
     # ----------------------------------------------------------------------- messages
 
     def _on_fork_request(self, peer: Peer, message: ForkRequest, frame: Frame) -> None:
+        rref, fork = message.rref, message.fork
         with self._lock:
+            if peer.fate is not None:
+                return
+            is_known = self._find_or_await(rref) is not None
             instructions = self._table.on_fork_request(
-                message.rref, message.fork, peer.info.id
+                rref, fork, peer.info.id, is_known
             )
         self._perform(instructions)
 
@@ -419,11 +472,16 @@ class RefService(Interceptor):
     def _on_deleted(self, peer: Peer, message: Deleted, frame: Frame) -> None:
         for rref, fork in message.forks:
             with self._lock:
-                freed = self._remove_fork(rref, fork)
-                if freed is None and rref not in self._table.forks:
-                    freed = self._owned.pop(rref, None)  # it was awaited
-            _give_up(freed)
-            del freed  # the value may die here, outside of the lock
+                owned = self._owned.get(rref)
+                is_begun = owned is not None and owned.is_begun
+                if not is_begun and rref.created_on == fork.created_on == peer.info.id:
+                    # Its creator gave up before the call that makes it has come.
+                    self._bury(rref)
+                else:
+                    owned = self._remove_fork(rref, fork)
+            if not is_begun:
+                _give_up(owned)  # others may wait for it
+            del owned  # the value may die here, outside of the lock
 
     def peer_lost(self, peer: Peer) -> None:
         """See `Interceptor`."""
@@ -432,24 +490,23 @@ class RefService(Interceptor):
             return
         with self._lock:
             free, orphans, instructions = self._table.lose(rank)
-            # Those that it was about to make are awaited in vain.
-            free += [
-                rref
-                for rref in self._owned
-                if rref.created_on == rank and rref not in self._table.forks
-            ]
             freed = [self._owned.pop(rref, None) for rref in free]
+            # Those that it was about to make are awaited in vain.
+            unmade = [
+                owned
+                for rref, owned in self._owned.items()
+                if rref.created_on == rank and not owned.is_begun
+            ]
+            for owned in unmade:
+                if owned.id not in self._table.forks:
+                    del self._owned[owned.id]
             users = [self._users.pop(fork, None) for fork in orphans]
             self._forget(instructions)
-        for owned in freed:
-            _give_up(owned)
+        for doomed in (*freed, *unmade):
+            _give_up(doomed)
         for user in users:
             if user is not None:
-                error = OwnerLost(
-                    f"worker {peer.info.name!r} (rank {rank}), which owned the value of "
-                    f"an RRef, is lost, and the value with it: {peer.fate}",
-                    worker=peer.info.name,
-                )
+                error = self._owner_lost(peer)
                 # One that was confirmed has an outcome; the last word is this one.
                 if not user.confirmation.finish(None, error):
                     user.confirmation.error = error
@@ -513,6 +570,32 @@ class RefService(Interceptor):
             self._send(to, Arrived(forks))
         for to, pairs in deleted.items():
             self._send(to, Deleted(pairs))
+
+    def _bury(self, rref: RefId) -> None:
+        """The caller holds the lock."""
+        if rref not in self._table.forks:
+            self._owned.pop(rref, None)
+        self._buried[rref] = None
+        while len(self._buried) > _MOST_BURIED:  # most are never asked for
+            del self._buried[next(iter(self._buried))]
+
+    def _owner_lost(self, owner: Peer) -> OwnerLost:
+        return OwnerLost(
+            f"worker {owner.info.name!r} (rank {owner.info.id}), which owned the value of "
+            f"an RRef, is lost, and the value with it: {owner.fate}",
+            worker=owner.info.name,
+        )
+
+    @contextmanager
+    def reaching(self, owner: WorkerInfo) -> Iterator[None]:
+        """Around a call to an owner: if that is lost, the error says what it means."""
+        try:
+            yield
+        except PeerLostError as error:
+            peer = self.agent.network.find(owner.id)
+            if peer.fate is None:
+                raise
+            raise self._owner_lost(peer) from error
 
     def _ask(self, instruction: AskFork) -> None:
         owner = self.agent.network.find(instruction.to)
@@ -602,7 +685,7 @@ class _CallNote(Note):
         if self.creation is not None:
             if error is None:
                 error = UsageError("the call that should make the value was not sent")
-            self._service._created(self.creation, error)
+            self._service.created(self.creation, error, was_sent=was_sent)
 
 
 class _CallScope(Scope):

@@ -117,10 +117,16 @@ class RefTable:
         self.forks.setdefault(rref, {})[fork] = holder
 
     def on_fork_request(
-        self, rref: RefId, fork: RefId, holder: int
+        self, rref: RefId, fork: RefId, holder: int, is_known: bool
     ) -> list[Instruction]:
-        """A worker was given a fork by another user."""
-        is_known = rref in self.forks
+        """A worker was given a fork by another user.
+
+        Args:
+            rref: The value.
+            fork: The fork.
+            holder: The worker.
+            is_known: The value is here, or the call that makes it may still come.
+        """
         if is_known:
             self.add_fork(rref, fork, holder)
         return [TellForked(holder, fork, is_known)]
