@@ -191,6 +191,23 @@ def time_out(function, *args, limit_s=SHORT_S):
 
 
 @pytest.mark.parametrize("scheme", ["unix", "tcp"])
+def call_before_there_is_a_connection():
+    """The deadlines pass at all points of the handshake."""
+    for number in range(1, 40):
+        try:
+            rpc.rpc_sync("w1", functions.echo, args=(1,), timeout=number * 1e-4)
+        except DeadlineExceeded:
+            continue
+        break
+    return rpc.rpc_sync("w1", functions.echo, args=(2,))
+
+
+def test_deadline_that_passes_while_connecting_does_not_lose_the_worker(make_cluster):
+    cluster = make_cluster(2)
+
+    assert cluster.run(0, call_before_there_is_a_connection) == 2
+
+
 def test_request_whose_deadline_has_passed_is_not_run(make_cluster, scheme):
     cluster = make_cluster(
         2,

@@ -691,6 +691,12 @@ def test_is_initialized_follows_init_and_shutdown(bare, file_url):
 
 
 DEBUG_KEYS = {
+    "awaited_values",
+    "forks",
+    "owner_rrefs",
+    "pending_children",
+    "pending_users",
+    "user_rrefs",
     *["client_active_calls", "server_active_calls", "calls_started", "calls_served"],
     *["threads", "idle_threads", "connections", "inflight_bytes", "workers_lost"],
     *["transports", "bytes_sent", "bytes_received", "frames_sent", "frames_received"],

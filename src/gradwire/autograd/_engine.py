@@ -139,7 +139,7 @@ def accumulate(
     A stored gradient shares its memory with nobody: torch may return one tensor as the
     gradient of two leaves, or keep it elsewhere.
     """
-    taken: set[int] = set()
+    shared = _shared([gradient for _, gradient in new if gradient is not None])
     with torch.set_grad_enabled(create_graph):
         for leaf, gradient in new:
             if gradient is None:
@@ -152,16 +152,32 @@ def accumulate(
                 gradients[leaf] = pair[0] + pair[1]
             else:
                 gradients[leaf] = (
-                    gradient if create_graph else _own(gradient, leaf, taken)
+                    gradient if create_graph else _own(gradient, leaf, shared)
                 )
 
 
-def _own(gradient: Tensor, leaf: Tensor, taken: set[int]) -> Tensor:
+def _shared(gradients: Sequence[Tensor]) -> set[int]:
+    """Memory that several gradients have in common."""
+    seen: set[int] = set()
+    return {
+        memory
+        for memory in map(_memory_of, gradients)
+        if memory in seen or seen.add(memory)  # type: ignore[func-returns-value]
+    }
+
+
+def _memory_of(gradient: Tensor) -> int:
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient._values()
+    elif gradient.layout is not torch.strided:
+        gradient = gradient.values()
+    return gradient.untyped_storage().data_ptr()
+
+
+def _own(gradient: Tensor, leaf: Tensor, shared: set[int]) -> Tensor:
+    is_shared = _memory_of(gradient) in shared
     if gradient.layout is not torch.strided:
-        return gradient.detach()
-    memory = gradient.untyped_storage().data_ptr()
-    is_shared = memory in taken
-    taken.add(memory)
+        return gradient.clone() if is_shared else gradient.detach()
     if leaf.layout is not torch.strided:
         return gradient.clone() if is_shared else gradient
     if leaf.is_contiguous():

@@ -23,6 +23,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc import _handshake
 from gradwire.rpc._connect import Acceptor, Dialer, limits_of, refusal_for
+from gradwire.rpc._future import Outcome
 from gradwire.rpc._handshake import PeerIdentity
 from gradwire.rpc._host import find_address, identify_host, rendezvous_host
 from gradwire.rpc._link import Link, LinkOwner
@@ -257,9 +258,8 @@ class Network:
             raise NotInitialized(
                 f"worker {self._info.name!r} is shut down; calls are no longer possible"
             )
-        limit = time.monotonic() + self._options.connect_timeout
-        if deadline:
-            limit = min(limit, deadline)
+        dial_limit = time.monotonic() + self._options.connect_timeout
+        limit = min(dial_limit, deadline) if deadline else dial_limit
         while not peer.claim_dialing():
             # Another thread dials, or there is nothing to dial any more.
             if not wait_in_slices(peer.wait_while_dialing, limit):
@@ -268,6 +268,26 @@ class Network:
                 raise peer.error()
             if peer.link is not None:
                 return peer.link
+        if limit == dial_limit:
+            return self._dial(peer, limit)
+        # A handshake that is broken off looks like a death to the other side. So it goes
+        # on, for later calls, when this one has reached its deadline.
+        dialled = Outcome()
+
+        def dial() -> None:
+            try:
+                dialled.finish(self._dial(peer, dial_limit), None)
+            except Exception as error:
+                dialled.finish(None, error)
+
+        self._pool.submit(dial)
+        if not dialled.wait(max(0.0, limit - time.monotonic())):
+            raise self._connect_timeout(peer)
+        link: Link = dialled.result()
+        return link
+
+    def _dial(self, peer: Peer, limit: float) -> Link:
+        """Opens the connection to a peer; the caller has claimed the dialing."""
         try:
             record = self._record_of(peer, limit)
             if record is not None:

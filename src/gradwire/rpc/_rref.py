@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+import torch
+from torch import Tensor
+
 from gradwire._config import UNSET_TIMEOUT
 from gradwire._ids import WorkerInfo
 from gradwire.errors import CallTimeout, UsageError
@@ -411,8 +414,13 @@ def set_backward(backward: Backward) -> None:
 
 
 def _run_backward(context: int, root: Any, retain_graph: bool) -> None:
+    if not isinstance(root, Tensor):
+        raise UsageError(
+            "RRef should contain a tensor for .backward(), found a value of type "
+            f"{type(root).__name__}"
+        )
     if context < 0:
-        root.backward(retain_graph=retain_graph)
+        torch.autograd.backward(root, retain_graph=retain_graph)
     elif _in_context:
         _in_context[0](context, root, retain_graph)
     else:

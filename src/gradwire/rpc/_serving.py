@@ -286,6 +286,7 @@ class _Request:
         for _, scope in self.scopes:
             scope.failed()
         worker = self._server._agent.info.name
+        _log.debug("worker %s: a call failed", worker, exc_info=error)
         try:
             outgoing = encode(Failure(self._id), describe(error, worker))
         except Exception as problem:
