@@ -981,11 +981,19 @@ def train(
     for step in range(num_steps):
         with session(mode) as ours:
             ours.backward(_loss_of(replica, rank, step, calls_inside, uses_all))
+            if mode == DICT and ours.context is not None:
+                _move_to_grad(model, autograd.get_gradients(ours.context))
         found.append(
             [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
         )
         _descend(model)
     return found
+
+
+def _move_to_grad(model: torch.nn.Module, gradients: dict[Tensor, Tensor]) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is None
+        parameter.grad = gradients.get(parameter)
 
 
 def _loss_of(
@@ -1046,15 +1054,17 @@ def run_replica(name: str, x: Tensor) -> Tensor:
     return result
 
 
-def dictionary_pass_over_replica(name: str) -> str:
-    """The error of a dictionary pass that reaches a parameter of a replica."""
+def dictionary_pass_over_replica(name: str, rank: int) -> list[Tensor]:
+    """The gradients of a pass into the dictionary, which leaves ``.grad`` as it is."""
+    parameters = list(kept(name).parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 7.0)
     with autograd.context() as context:
-        x = call("w2", tanh_layer, numbers("data", 4, 3), "server")
-        loss = run_replica(name, x).sum()
-        text = error_text(RuntimeError, context.backward, loss)
-        assert not autograd.get_gradients(context)
-    assert all(p.grad is None for p in kept(name).parameters())
-    return text
+        x = call("w2", tanh_layer, numbers(f"data {rank}", 4, 3), "server")
+        context.backward(run_replica(name, x).pow(2).sum())
+        gradients = autograd.get_gradients(context)
+    assert all(torch.equal(p.grad, torch.full_like(p, 7.0)) for p in parameters)
+    return [gradients[parameter] for parameter in parameters]
 
 
 def dictionary_pass_beside_replica(name: str) -> Tensor:
@@ -1079,22 +1089,21 @@ def dictionary_pass_over_former_replica(name: str) -> tuple[Tensor, Tensor]:
     return found, expected
 
 
-def pass_from_elsewhere(name: str, trainers: Sequence[str]) -> str:
-    """A dictionary pass that reaches replicas on other workers."""
+def pass_from_elsewhere(name: str, trainers: Sequence[str]) -> list[list[Tensor]]:
+    """The gradients of a dictionary pass that reaches replicas on other workers."""
     with autograd.context() as context:
         x = leaf("x", 4, 3)
-        results = [call(trainer, run_replica, name, x) for trainer in trainers]
-        loss = torch.stack(results).sum()
-        return error_text(RuntimeError, context.backward, loss)
+        results = [
+            call(trainer, run_replica, name, x * (1 + number))
+            for number, trainer in enumerate(trainers)
+        ]
+        context.backward(torch.stack(results).sum())
+        return [call(trainer, gradients_of, name, int(context)) for trainer in trainers]
 
 
-def train_after_error(name: str, rank: int) -> list[Tensor]:
-    """What the error of a dictionary pass says is the way to do it."""
-    replica = kept(name)
-    with autograd.context(accumulate="grad") as context:
-        x = call("w2", tanh_layer, numbers(f"data {rank}", 4, 3), "server")
-        context.backward(replica(x).pow(2).sum())
-    return [p.grad for p in replica.parameters()]
+def gradients_of(name: str, context: int) -> list[Tensor]:
+    gradients = autograd.get_gradients(context)
+    return [gradients[parameter] for parameter in kept(name).parameters()]
 
 
 def accumulate_in_two_steps(rank: int, mode: str) -> list[Tensor]:
@@ -1122,19 +1131,29 @@ def accumulate_in_one_process() -> list[Tensor]:
     return [a + b for a, b in zip(*halves, strict=True)]
 
 
-def wrap_before_init(path: str) -> str:
-    """A replica that was there before `init_rpc`; the error of a pass over it."""
+def wrap_before_init(path: str) -> tuple[list[str], bool]:
+    """A pass over a replica that was there before `init_rpc`: what was averaged."""
     rpc.shutdown(graceful=False)
     join_group(f"{path}/group", 0, 1)
     make_replica("replica")
+    averaged: list[str] = []
+
+    def note(state, bucket):  # type: ignore[no-untyped-def]  # torch checks the types
+        averaged.extend("bucket" for _ in bucket.parameters())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    kept("replica").register_comm_hook(None, note)
     options = rpc.RpcBackendOptions(init_method=f"file://{path}/store")
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     with autograd.context() as context:
         y = call("alone", sine, run_replica("replica", numbers("data", 4, 3)))
-        text = error_text(RuntimeError, context.backward, y.sum())
+        context.backward(y.sum())
+        is_whole = len(autograd.get_gradients(context)) == 2
     reset()
     leave_group()
-    return text
+    return averaged, is_whole
 
 
 # derivatives that a function takes itself

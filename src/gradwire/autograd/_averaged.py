@@ -1,15 +1,18 @@
 """Parameters whose gradients DistributedDataParallel averages between processes.
 
 It averages in hooks on the nodes that add to ``.grad``, which a pass into a dictionary
-does not run: the result would silently be that of one process. Torch leaves no mark on
-such parameters, so wrappers are noted as they are made.
+does not run. So on a worker with such parameters a pass does go to ``.grad``, with what
+was there set aside, and what it brings is moved to the dictionary. Torch leaves no mark
+on such parameters, so wrappers are noted as they are made.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +20,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.errors import UsageError
-
-__all__ = ["refuse_averaged", "watch_wrappers"]
+__all__ = ["averaged_among", "set_aside", "watch_wrappers"]
 
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -42,22 +43,40 @@ def _note(parent: object, name: str, child: object) -> None:
         _wrappers.add(parent)
 
 
-def refuse_averaged(leaves: Iterable[Tensor], label: str) -> None:
-    """Raises if one of the leaves is such a parameter. Free where there are none."""
+def averaged_among(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """All parameters of the wrappers that some leaves belong to; mostly none.
+
+    Also those that are no leaves here: another process may have a gradient for them.
+    """
     if not _wrappers:
-        return
-    averaged: set[int] = set()
+        return []
+    ids = {id(leaf) for leaf in leaves}
+    found: list[Tensor] = []
     for wrapper in list(_wrappers):
         ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
-        averaged.update(
-            id(parameter)
+        parameters = [
+            parameter
             for name, parameter in wrapper.module.named_parameters()
             if name not in ignored
-        )
-    if any(id(leaf) in averaged for leaf in leaves):
-        raise UsageError(
-            f"a backward over {label} into its dictionary reached parameters that "
-            "DistributedDataParallel averages between processes, which it only does for "
-            '.grad: use context(accumulate="grad"), or plain loss.backward() inside the '
-            "context"
-        )
+        ]
+        if any(id(parameter) in ids for parameter in parameters):
+            found += parameters
+    return found
+
+
+# One at a time in a process: ``.grad`` is one for all passes.
+_aside = threading.RLock()
+
+
+@contextmanager
+def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Leaves have no ``.grad`` inside, and their old one again afterwards."""
+    with _aside:
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient

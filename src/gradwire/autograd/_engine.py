@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd._averaged import refuse_averaged
+from gradwire.autograd._averaged import averaged_among, set_aside
 from gradwire.autograd._functions import ANCHOR, apply_start
 from gradwire.autograd._torch_private import record, run_engine
 
@@ -42,7 +42,6 @@ def run_backward(
     destination: Destination,
     on_start: Callable[[], None],
     *,
-    label: str,
     retain_graph: bool,
     create_graph: bool,
     inputs: Sequence[Any] = (),
@@ -56,7 +55,6 @@ def run_backward(
         destination: See above.
         on_start: Called by the engine before any code of the user's. Without losses the
             first node is one of ours, and it is not called.
-        label: What to call the context in errors.
         retain_graph: As in torch.
         create_graph: As in torch.
         inputs: With ``THROUGH``: tensors whose gradients are wanted.
@@ -67,13 +65,29 @@ def run_backward(
     begin = tuple(tail)
     if roots:
         begin = (record(apply_start, on_start, seeds, len(tail), *roots, *tail),)
-    wanted = inputs
+    wanted = list(inputs)
     if destination is Destination.INTO_DICTIONARY:
         wanted = [leaf for leaf in leaves_of(begin) if leaf is not ANCHOR]
-        refuse_averaged(wanted, label)
+        if averaged := averaged_among(wanted):
+            wanted = list({id(leaf): leaf for leaf in [*wanted, *averaged]}.values())
+            with set_aside(wanted):
+                _run(begin, (), retain_graph, create_graph, is_into_grad=True)
+                # Copies: wrappers may go on using the memory.
+                return [(leaf, _copy(leaf.grad)) for leaf in wanted]
     is_into_grad = destination is Destination.INTO_GRAD
+    gradients = _run(begin, wanted, retain_graph, create_graph, is_into_grad)
+    return [] if is_into_grad else list(zip(wanted, gradients, strict=True))
+
+
+def _run(
+    begin: tuple[Tensor, ...],
+    wanted: Sequence[Any],
+    retain_graph: bool,
+    create_graph: bool,
+    is_into_grad: bool,
+) -> Sequence[Tensor | None]:
     try:
-        gradients = run_engine(
+        gradients: Sequence[Tensor | None] = run_engine(
             begin,
             (_SEED,) * len(begin),
             retain_graph or create_graph,
@@ -85,7 +99,11 @@ def run_backward(
     except BaseException:
         _drain_engine()
         raise
-    return [] if is_into_grad else list(zip(wanted, gradients[1:], strict=True))
+    return () if is_into_grad else gradients[1:]
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
 
 
 def _drain_engine() -> None:

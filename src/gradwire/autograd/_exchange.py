@@ -117,7 +117,6 @@ class Exchange:
                 tail,
                 run.destination,
                 lambda: self._claim(run, current_task()),
-                label=run.side.label,
                 retain_graph=run.retain,
                 create_graph=run.create_graph,
                 inputs=inputs,

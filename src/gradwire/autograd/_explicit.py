@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from gradwire.autograd._autocast import autocast_state
-from gradwire.autograd._averaged import refuse_averaged
-from gradwire.autograd._engine import Destination, leaves_of
+from gradwire.autograd._engine import Destination
 from gradwire.autograd._passes import PassKind
 from gradwire.errors import BackwardTimeout
 
@@ -37,9 +36,6 @@ def backward(
     limit = time.monotonic() + timeout_s if timeout_s else 0.0
     _wait_for_calls(side, limit)
     retain = retain or create_graph
-    if destination is Destination.INTO_DICTIONARY:
-        # As long as nothing has begun, the context stays as it is.
-        refuse_averaged(_leaves(side, roots), side.label)
     with side.lock:
         exchange.check_whole(side)
         pass_, instructions = side.state.start(
@@ -61,13 +57,6 @@ def backward(
     if destination is Destination.INTO_DICTIONARY:
         exchange.keep(side, run, gradients)
     return gradients
-
-
-def _leaves(side: Side, roots: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The leaves that a pass would reach here; only walks if it is asked."""
-    with side.lock:
-        tail = side.peek_tail()
-    yield from leaves_of([*roots, *tail])
 
 
 def _wait_for_calls(side: Side, limit: float) -> None:
