@@ -403,7 +403,7 @@ class _CallScope(Scope):
         header = encode_header(ReplyHeader(CUT)) if is_lost else None
         return Addition(header, None if self._flags & AS_LEAVES else changes)
 
-    def failed(self) -> None:
+    def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
         side = self.side
         if side is None:

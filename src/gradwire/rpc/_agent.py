@@ -340,8 +340,8 @@ class Agent:
 
         try:
             return encode(message, value, add_headers, packer)
-        except BaseException:
-            self.discard()
+        except BaseException as error:
+            self.discard(error)
             raise
 
     def packer(self, peer: Peer) -> PeerPacker:
@@ -353,10 +353,10 @@ class Agent:
         name, content = packed
         return self._unpacks[name](content, peer)
 
-    def discard(self) -> None:
+    def discard(self, error: BaseException) -> None:
         """See `Interceptor.discarded`."""
         for interceptor in self.interceptors:
-            interceptor.discarded()
+            interceptor.discarded(error)
 
     def send(self, peer: Peer, outgoing: Outgoing) -> None:
         """Sends a one-way message; never blocks. The memory of tensors is kept alive.
@@ -590,7 +590,7 @@ class Agent:
                         peer, call.id, call.target, note, header, tracked
                     )
         except Exception as problem:
-            self.discard()
+            self.discard(problem)
             self._drop_answer(peer, message)
             return None, problem
         return value, None

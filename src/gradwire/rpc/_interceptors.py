@@ -91,7 +91,7 @@ class Scope:
         """The result is about to be encoded. See `Interceptor.sending_call`."""
         return NOTHING
 
-    def failed(self) -> None:
+    def failed(self, error: BaseException | None = None) -> None:
         """The handler raised, or its result could not be sent."""
 
 
@@ -124,7 +124,7 @@ class Interceptor:
         """For a reply to a call without a scope of ours, into which we packed something."""
         raise NotImplementedError
 
-    def discarded(self) -> None:
+    def discarded(self, error: BaseException) -> None:
         """What was packed or unpacked on this thread belongs to a message that failed."""
 
     def debug_info(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from gradwire.errors import GradwireError, OwnerLost, PeerLostError, UsageError
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._interceptors import Addition, Interceptor, Note, Scope
 from gradwire.rpc._leftovers import Leftovers
+from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref_table import (
     AskFork,
     Instruction,
@@ -65,9 +66,13 @@ class Arrived(Message, array_like=True, gc=False):
 
 
 class Deleted(Message, array_like=True, gc=False):
-    """Tells the owner that forks are gone; for each its value and itself."""
+    """Tells the owner that forks are gone.
 
-    forks: list[tuple[RefId, RefId]]
+    Attributes:
+        forks: The value and the fork, and whether the call that makes the value failed.
+    """
+
+    forks: list[tuple[RefId, RefId, bool]]
 
 
 register_message(32, ForkRequest)
@@ -320,6 +325,7 @@ class RefService(Interceptor):
             if peer.fate is None and self._buried.pop(rref, None) is None:
                 self._owned[rref] = owned
                 self._table.add_fork(rref, fork, peer.info.id)
+        self._local.owned = owned
         return owned
 
     # --------------------------------------------------------------- calls and replies
@@ -346,7 +352,7 @@ class RefService(Interceptor):
         tracked: list[Tensor],
     ) -> None:
         """See `Interceptor`."""
-        self._local.unconfirmed = []
+        self._local.take_unpacked()
         if isinstance(note, _CallNote) and note.creation is not None:
             self.created(note.creation, None)
 
@@ -363,22 +369,23 @@ class RefService(Interceptor):
         tracked: list[Tensor],
     ) -> Scope:
         """See `Interceptor`."""
-        unconfirmed, self._local.unconfirmed = self._local.unconfirmed, []
-        return _CallScope(self, unconfirmed)
+        return _CallScope(self, *self._local.take_unpacked())
 
     def packed_reply(self, peer: Peer) -> Scope:
         """See `Interceptor`."""
-        return _CallScope(self, [])
+        return _CallScope(self, [], None)
 
     def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
         """See `Interceptor`."""
         self._settle_unseen(header)
 
-    def discarded(self) -> None:
+    def discarded(self, error: BaseException) -> None:
         """See `Interceptor`."""
         packed, _ = self._local.take_packed()
-        self._local.unconfirmed = []
         self.cancel(packed)
+        _, owned = self._local.take_unpacked()
+        if owned is not None:
+            owned.settle(None, rebuild(describe(error, self.agent.info.name)))
 
     def cancel(self, packed: Iterable[Packed]) -> None:
         """References that we packed were not sent."""
@@ -432,10 +439,14 @@ class RefService(Interceptor):
         owner = self.agent.network.find(user.owner.id)
         if isinstance(error, PeerLostError) and owner.fate is not None:
             error = self._owner_lost(owner)
-        self._fail(user.fork, error)
-        if was_sent:
-            # The value may have been made all the same, or be awaited there.
-            self._perform([TellDelete(user.owner.id, user.id, user.fork)])
+        if not was_sent:
+            self._fail(user.fork, error)
+            return
+        with self._lock:
+            instructions = self._table.give_up(user.fork)
+            self._forget(instructions)
+        user.confirmation.finish(None, error)
+        self._perform(instructions)
 
     # ----------------------------------------------------------------------- messages
 
@@ -470,18 +481,17 @@ class RefService(Interceptor):
         self._perform(instructions)
 
     def _on_deleted(self, peer: Peer, message: Deleted, frame: Frame) -> None:
-        for rref, fork in message.forks:
+        for rref, fork, is_given_up in message.forks:
+            unmade = None
             with self._lock:
+                freed = self._remove_fork(rref, fork)
                 owned = self._owned.get(rref)
-                is_begun = owned is not None and owned.is_begun
-                if not is_begun and rref.created_on == fork.created_on == peer.info.id:
-                    # Its creator gave up before the call that makes it has come.
+                if is_given_up and freed is None and not (owned and owned.is_begun):
+                    # The call that makes it has not come, and must not be run for it.
+                    unmade = owned
                     self._bury(rref)
-                else:
-                    owned = self._remove_fork(rref, fork)
-            if not is_begun:
-                _give_up(owned)  # others may wait for it
-            del owned  # the value may die here, outside of the lock
+            _give_up(unmade)  # others may wait for it
+            del freed, owned  # the value may die here, outside of the lock
 
     def peer_lost(self, peer: Peer) -> None:
         """See `Interceptor`."""
@@ -490,7 +500,11 @@ class RefService(Interceptor):
             return
         with self._lock:
             free, orphans, instructions = self._table.lose(rank)
-            freed = [self._owned.pop(rref, None) for rref in free]
+            freed = [
+                self._owned.pop(rref)
+                for rref in free
+                if rref in self._owned and self._owned[rref].is_begun
+            ]
             # Those that it was about to make are awaited in vain.
             unmade = [
                 owned
@@ -541,9 +555,14 @@ class RefService(Interceptor):
         self._perform(instructions)
 
     def _remove_fork(self, rref: RefId, fork: RefId) -> Owned | None:
-        """The caller holds the lock; the value, if nobody refers to it any more."""
+        """The caller holds the lock; the value, if nobody refers to it any more.
+
+        One that is still to be made stays: its creator will need it.
+        """
         if self._table.remove_fork(rref, fork):
-            return self._owned.pop(rref, None)
+            owned = self._owned.get(rref)
+            if owned is not None and owned.is_begun:
+                return self._owned.pop(rref)
         return None
 
     def _forget(self, instructions: list[Instruction]) -> None:
@@ -553,13 +572,13 @@ class RefService(Interceptor):
 
     def _perform(self, instructions: list[Instruction]) -> None:
         arrived: dict[int, list[RefId]] = {}
-        deleted: dict[int, list[tuple[RefId, RefId]]] = {}
+        deleted: dict[int, list[Any]] = {}
         for instruction in instructions:
             if isinstance(instruction, TellArrived):
                 arrived.setdefault(instruction.to, []).append(instruction.fork)
             elif isinstance(instruction, TellDelete):
-                pair = instruction.rref, instruction.fork
-                deleted.setdefault(instruction.to, []).append(pair)
+                _, *entry = instruction
+                deleted.setdefault(instruction.to, []).append(tuple(entry))
             elif isinstance(instruction, AskFork):
                 self._ask(instruction)
             elif isinstance(instruction, TellForked):
@@ -568,8 +587,8 @@ class RefService(Interceptor):
                 )
         for to, forks in arrived.items():
             self._send(to, Arrived(forks))
-        for to, pairs in deleted.items():
-            self._send(to, Deleted(pairs))
+        for to, entries in deleted.items():
+            self._send(to, Deleted(entries))
 
     def _bury(self, rref: RefId) -> None:
         """The caller holds the lock."""
@@ -658,6 +677,12 @@ class _Transfer(threading.local):
         self.packed: list[Packed] = []
         self.creation: Creation | None = None
         self.unconfirmed: list[User] = []
+        self.owned: Owned | None = None
+
+    def take_unpacked(self) -> tuple[list[User], Owned | None]:
+        unconfirmed, self.unconfirmed = self.unconfirmed, []
+        owned, self.owned = self.owned, None
+        return unconfirmed, owned
 
     def take_packed(self) -> tuple[list[Packed], Creation | None]:
         packed, self.packed = self.packed, []
@@ -673,7 +698,8 @@ class _CallNote(Note):
     def __init__(
         self, service: RefService, packed: list[Packed], creation: Creation | None
     ) -> None:
-        super().__init__(Addition(_encode_header(packed) if packed else None))
+        # Also an empty list: whoever makes a value is told of what goes wrong there.
+        super().__init__(Addition(_encode_header(packed)))
         self._service = service
         self._packed = packed
         self.creation = creation
@@ -689,13 +715,16 @@ class _CallNote(Note):
 
 
 class _CallScope(Scope):
-    """References that came with a call, or leave with its reply."""
+    """References that came with a call or leave with its reply; the value that it makes."""
 
-    __slots__ = ("_packed", "_service", "_unconfirmed")
+    __slots__ = ("_owned", "_packed", "_service", "_unconfirmed")
 
-    def __init__(self, service: RefService, unconfirmed: list[User]) -> None:
+    def __init__(
+        self, service: RefService, unconfirmed: list[User], owned: Owned | None
+    ) -> None:
         self._service = service
         self._unconfirmed = unconfirmed
+        self._owned = owned
         self._packed: list[Packed] = []
 
     def enter_handler(self) -> AbstractContextManager[None] | None:
@@ -712,11 +741,14 @@ class _CallScope(Scope):
         self._packed, _ = self._service._local.take_packed()
         return Addition(_encode_header(self._packed) if self._packed else None)
 
-    def failed(self) -> None:
+    def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
         packed, self._packed = self._packed, []
         if packed:
             self._service.cancel(packed)
+        if self._owned is not None and error is not None:
+            name = self._service.agent.info.name
+            self._owned.settle(None, rebuild(describe(error, name)))
 
 
 def _give_up(owned: Owned | None) -> None:

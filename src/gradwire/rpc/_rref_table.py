@@ -66,11 +66,12 @@ class TellArrived(NamedTuple):
 
 
 class TellDelete(NamedTuple):
-    """Tell the owner that a fork is gone."""
+    """Tell the owner that a fork is gone; maybe the call that makes its value as well."""
 
     to: int
     rref: RefId
     fork: RefId
+    is_given_up: bool = False
 
 
 Instruction: TypeAlias = AskFork | TellForked | TellArrived | TellDelete
@@ -84,6 +85,7 @@ class User:
         parent: Who is waiting to hear that it has arrived.
         is_confirmed: The owner knows it.
         is_dropped: The program does not need it any more.
+        is_given_up: The call that makes the value, which we made, has failed.
         num_children: How many forks of it are on their way.
     """
 
@@ -92,6 +94,7 @@ class User:
     parent: int | None = None
     is_confirmed: bool = False
     is_dropped: bool = False
+    is_given_up: bool = False
     num_children: int = 0
 
 
@@ -182,6 +185,17 @@ class RefTable:
         user = self.users.pop(fork, None)
         return [] if user is None else self._tell_parent(user, fork)
 
+    def give_up(self, fork: RefId) -> list[Instruction]:
+        """The call failed that should make a value; the owner may know it all the same.
+
+        Children that are on their way still find it, or what is left of it.
+        """
+        user = self.users.get(fork)
+        if user is None:
+            return []
+        user.is_confirmed = user.is_dropped = user.is_given_up = True
+        return self._end_if_over(fork, user)
+
     def on_arrived(self, child: RefId) -> list[Instruction]:
         """A child of one of our forks has arrived, or will never."""
         fork, _ = self.children.pop(child, (None, None))
@@ -207,7 +221,7 @@ class RefTable:
         if not user.is_dropped or not user.is_confirmed or user.num_children:
             return []
         del self.users[fork]
-        return [TellDelete(user.owner, user.rref, fork)]
+        return [TellDelete(user.owner, user.rref, fork, user.is_given_up)]
 
     # --------------------------------------------------------------------------- losses
 

@@ -105,14 +105,13 @@ class Server:
         interceptors = self._interceptors if counts else ()
         deadline = call.deadline - link.clock_offset if call.deadline else 0.0
         if deadline and time.monotonic() >= deadline:
-            self._drop(interceptors, peer, call)
-            request.fail(
-                CallTimeout(
-                    f"the deadline of a call to {call.target or 'a function'} had passed "
-                    f"when worker {agent.info.name!r} came to it; it was not run",
-                    worker=agent.info.name,
-                )
+            late = CallTimeout(
+                f"the deadline of a call to {call.target or 'a function'} had passed "
+                f"when worker {agent.info.name!r} came to it; it was not run",
+                worker=agent.info.name,
             )
+            self._drop(interceptors, peer, call, late)
+            request.fail(late)
             return
         try:
             value, tensors = decode_value(
@@ -121,7 +120,7 @@ class Server:
             function, args, kwargs = self._unpack(call, value)
             del value
         except Exception as error:
-            self._drop(interceptors, peer, call)
+            self._drop(interceptors, peer, call, error)
             request.fail(error)
             return
         try:
@@ -181,9 +180,13 @@ class Server:
             self._times_slow.pop(target, None)
 
     def _drop(
-        self, interceptors: tuple[Interceptor, ...], peer: Peer, call: Call
+        self,
+        interceptors: tuple[Interceptor, ...],
+        peer: Peer,
+        call: Call,
+        error: BaseException,
     ) -> None:
-        self._agent.discard()
+        self._agent.discard(error)
         for interceptor in interceptors:
             if call.headers and interceptor.name in call.headers:
                 interceptor.dropped_call(peer, call.id, call.headers[interceptor.name])
@@ -276,7 +279,7 @@ class _Request:
         try:
             outgoing = encode(reply, value, add_headers, packer)
         except Exception as error:
-            self._server._agent.discard()
+            self._server._agent.discard(error)
             self.fail(error)
             return
         del value
@@ -284,7 +287,7 @@ class _Request:
 
     def fail(self, error: BaseException) -> None:
         for _, scope in self.scopes:
-            scope.failed()
+            scope.failed(error)
         worker = self._server._agent.info.name
         _log.debug("worker %s: a call failed", worker, exc_info=error)
         try:
@@ -335,7 +338,7 @@ class _Request:
             _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
         except GradwireError as error:  # over a limit
             for _, scope in self.scopes:
-                scope.failed()
+                scope.failed(error)
             refusal = encode(
                 Failure(self._id), describe(error, self._server._agent.info.name)
             )
