@@ -157,6 +157,16 @@ def prepare_loss() -> autograd.Context:
     return ctx
 
 
+def prepare_nested_loss() -> autograd.Context:
+    def program() -> Tensor:
+        y = call("w1", handlers.affine_relay, "w2", handlers.linear, parameter("x"))
+        return y.sum()
+
+    ctx = fn.open_context()
+    fn.keep("loss", fn.inside(program))
+    return ctx
+
+
 def backward_with_limit(
     ctx: autograd.Context, limit: float
 ) -> tuple[BaseException, float]:
@@ -197,12 +207,29 @@ def test_context_that_has_lost_a_worker_refuses_passes(make_cluster):
     assert took < 0.5
 
 
-def wait_until_lost() -> None:
+def wait_until_lost(worker: str = "w1") -> None:
     def is_lost() -> bool:
         try:
-            fn.outside(call, "w1", functions.echo, 1)
+            fn.outside(call, worker, functions.echo, 1)
         except Exception:
             return True
         return False
 
-    probes.wait_until(is_lost, "w1 is lost")
+    probes.wait_until(is_lost, f"{worker} is lost")
+
+
+def test_pass_over_a_worker_that_was_lost_by_another_one_is_refused(make_cluster):
+    """Whoever called it has dropped the context, and must not begin it anew."""
+    cluster = make(make_cluster)
+    ctx = cluster.run(0, prepare_nested_loss)
+    cluster.kill(2)
+    cluster.run(1, wait_until_lost, "w2")
+
+    error, took = cluster.run(0, backward_with_limit, ctx, 0)
+
+    assert isinstance(error, PeerLostError)
+    assert "'w2'" in str(error)
+    assert took < 0.5
+    cluster.run(0, fn.use_workers, "w0", "w1", "w3")
+    cluster.run(0, fn.close_contexts)
+    check_others(cluster, 2)

@@ -217,7 +217,8 @@ class Exchange:
             # It may overtake the request that brings the context.
             side = self.registry.join(name, "", False)
         if side is None:
-            cause = self.describe(self._no_side(name))
+            cause = self.registry.why_broken(name)
+            cause = cause or self.describe(self._no_side(name))
             self._tell_abort(name, pass_id, peer.info.id, cause)
             return
         if not 0 <= message.destination < _NUM_DESTINATIONS:
@@ -566,8 +567,12 @@ class Exchange:
             # Nothing more can come of a context that lost a member. Its opener keeps it,
             # to say so, until it is left.
             is_hit = side.state.broken is not None and not side.is_implicit
-            if opener_of(side.name.key) == rank or (is_hit and not self._is_mine(side)):
+            if opener_of(side.name.key) == rank:
                 self.releases.end(side, error)
+            elif is_hit and not self._is_mine(side):
+                self.registry.mark_broken(side.name, side.state.broken)
+                self.releases.end(side, error)
+        self.registry.forget_broken(rank)
 
     # ------------------------------------------------------------------------- telling
 

@@ -65,6 +65,9 @@ class Registry:
         self._issued = -1
         self._live: set[int] = set()
         self._kept: weakref.WeakSet[Mark] = weakref.WeakSet()
+        # Contexts of others that were dropped here because a worker was lost, and why:
+        # others may still start passes over them. Until their openers' releases come.
+        self._broken: dict[ContextName, Any] = {}
         self._is_closed = False
 
     def open(self, into_grad: bool) -> Side:
@@ -121,6 +124,8 @@ class Registry:
                 return side
             if side is not None or self._is_closed or self._is_over(name):
                 return None
+            if name in self._broken:
+                return None
             return self._make(name, label, into_grad)
 
     def add_call(self, name: ContextName, label: str, *, is_caller: bool) -> Side:
@@ -166,6 +171,21 @@ class Registry:
                 self._kept.add(side.mark)
             return side
 
+    def mark_broken(self, name: ContextName, cause: Any) -> None:
+        """A context of another worker is dropped because a member was lost."""
+        with self._lock:
+            self._broken[name] = cause
+
+    def why_broken(self, name: ContextName) -> Any:
+        """Why a context was dropped; None if it was not, or is over."""
+        return self._broken.get(name)
+
+    def forget_broken(self, opener: int) -> None:
+        """An opener is lost: nobody will ask for its contexts any more."""
+        with self._lock:
+            for name in [n for n in self._broken if opener_of(n.key) == opener]:
+                del self._broken[name]
+
     def ended_so_far(self) -> tuple[int, tuple[int, ...]]:
         """What our own releases say: see `Ended`."""
         with self._lock:
@@ -180,6 +200,9 @@ class Registry:
             if ended is None or ended.incarnation != incarnation:
                 ended = self._ended[opener] = Ended(incarnation)
             ended.note(issued, set(live))
+            for name in list(self._broken):
+                if opener_of(name.key) == opener and self._is_over(name):
+                    del self._broken[name]
 
     def sides(self) -> list[Side]:
         """All sides."""

@@ -1,0 +1,1030 @@
+"""The distributed optimizer: the same as torch's in one process, to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+import optim_functions as fn
+import probes
+from gradwire import autograd, rpc
+from gradwire.errors import (
+    ContextReleased,
+    PeerLostError,
+    RemoteError,
+    UnknownContext,
+    UsageError,
+)
+from gradwire.optim import DistributedOptimizer, OwnersFailed, clip_grad_norm_
+from gradwire.optim._locks import find_locks
+from gradwire.rpc import RRef
+from on_worker import on_worker
+from optim_functions import HERE, Layer, Model, assert_same
+
+pytestmark = pytest.mark.multiproc
+
+SGD_WITH_ALL = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD with all": (torch.optim.SGD, SGD_WITH_ALL),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {"rho": 0.95}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.05}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.05}),
+}
+
+BOTH = (HERE, fn.DEFAULT_OWNERS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(request):
+    """No reference and no context is left on any worker of the shared cluster."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    cluster = request.getfixturevalue("cluster")
+    failed_before = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed_before:
+        for rank in range(cluster.world_size):
+            cluster.run(rank, fn.check_nothing_stays)
+
+
+# ------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_worker(0)
+def test_training_in_contexts_equals_one_process(name):
+    optimizer_class, options = OPTIMIZERS[name]
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        model.train(model.optimizer(optimizer_class, **options), range(4))
+
+    assert_same(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("owners", [("w1",), ("w0",), ("w1", "w0", "w2", "w1")])
+@on_worker(0)
+def test_parameters_may_live_on_any_workers(owners):
+    expected, found = Model(HERE, len(owners)), Model(owners)
+
+    for model in (expected, found):
+        model.train(model.optimizer(torch.optim.Adam, lr=0.01), range(3))
+
+    assert_same(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("mode", ["plain", "plain in a context", "context with .grad"])
+@on_worker(0)
+def test_training_with_grad_equals_one_process(mode):
+    expected, found = Model(HERE), Model()
+    optimizer = expected.optimizer(torch.optim.SGD, **SGD_WITH_ALL)
+    expected.train(optimizer, range(3))
+    optimizer = found.optimizer(torch.optim.SGD, **SGD_WITH_ALL)
+
+    for number in range(3):
+        optimizer.zero_grad()
+        if mode == "plain":
+            found.loss(number).backward()
+            optimizer.step()
+        elif mode == "plain in a context":
+            with autograd.context():
+                found.loss(number).backward()
+                optimizer.step()
+        else:
+            with autograd.context(accumulate="grad") as ctx:
+                ctx.backward(found.loss(number))
+                optimizer.step(ctx)
+
+    assert_same(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_worker(0)
+def test_zero_grad_clears_grad_on_all_owners(set_to_none):
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        model.loss(0).backward()
+        optimizer.zero_grad(set_to_none)
+
+    assert any(grad is None for grad in expected.grads())
+    assert all(grad is None for grad in expected.grads()) == set_to_none
+    assert_same(found.grads(), expected.grads())
+
+
+@on_worker(0)
+def test_zero_grad_of_a_context_clears_what_it_has_collected():
+    expected, found = Model(HERE), Model()
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1), range(1, 2))
+    optimizer = found.optimizer(torch.optim.SGD, lr=0.1)
+
+    with autograd.context() as ctx:
+        ctx.backward(found.loss(0))
+        optimizer.zero_grad(context_id=ctx)
+        ctx.backward(found.loss(1))
+        optimizer.step(ctx)
+
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_step_works_on_a_thread_that_is_not_in_the_context():
+    expected, found = Model(HERE), Model()
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1), range(1))
+    optimizer = found.optimizer(torch.optim.SGD, lr=0.1)
+
+    with autograd.context() as ctx:
+        ctx.backward(found.loss(0))
+        run_in_thread(optimizer.step, ctx)
+
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_step_hooks_of_torch_are_called():
+    model = Model()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *args: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *args: seen.append("after"))
+
+    model.train(optimizer, range(1))
+
+    assert seen == ["before", "after"]
+
+
+# ------------------------------------------------------- whose gradients, and which memory
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_worker(0)
+def test_parameter_without_gradient_is_left_alone(name):
+    optimizer_class, options = OPTIMIZERS[name]
+    expected, found = Model(HERE), Model()
+    found.ask("set_grads", 7.0)  # stale
+
+    for model in (expected, found):
+        optimizer = model.optimizer(optimizer_class, **options)
+        # Momentum first, so that there is something that could move it.
+        model.train(optimizer, range(2), with_spare=True)
+        model.train(optimizer, range(2, 4))
+        state = optimizer.state_dict()["state"]
+        if model is expected:
+            expected_state = state
+
+    assert_same(found.values(), expected.values())
+    assert_same(state, expected_state)
+
+
+@on_worker(0)
+def test_owner_without_part_in_the_context_is_left_alone():
+    model, other = Model(("w1",)), Model(("w2",))
+    before = other.values()
+    rrefs = model.parameters() + other.parameters()
+    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1, weight_decay=0.1)
+
+    with autograd.context() as ctx:
+        ctx.backward(model.loss(0))
+        run_in_thread(optimizer.step, ctx)
+
+    assert_same(other.values(), before)
+
+
+@on_worker(0)
+def test_grad_of_others_is_neither_read_nor_changed():
+    expected, found = Model(HERE), Model()
+    expected.train(expected.optimizer(torch.optim.SGD, **SGD_WITH_ALL), range(2))
+    found.ask("set_grads", 7.0)
+    before = found.grads()
+
+    found.train(found.optimizer(torch.optim.SGD, **SGD_WITH_ALL), range(2))
+
+    assert_same(found.values(), expected.values())
+    assert_same(found.grads(), before)
+
+
+@on_worker(0)
+def test_backward_of_another_trainer_during_a_step_is_not_lost():
+    expected, found = Model(HERE, 1), Model(("w1",))
+    layer = found.layers[0]
+    add_plainly(expected.layers[0], 5)
+    expected_grads = expected.grads()
+    expected.ask("zero_grad")
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1), range(1))
+    optimizer = found.optimizer(fn.Pauses, lr=0.1)
+    rpc.rpc_sync("w1", fn.prepare_pause)
+
+    with autograd.context() as ctx:
+        ctx.backward(found.loss(0))
+        step = threading.Thread(target=optimizer.step, args=(ctx,))
+        step.start()
+        rpc.rpc_sync("w1", fn.wait_for_pause)
+        rpc.rpc_sync("w3", fn.add_to_grad, args=(layer, 5))
+        rpc.rpc_sync("w1", fn.end_pause)
+        step.join()
+
+    assert_same(found.values(), expected.values())
+    assert_same(found.grads(), expected_grads)
+
+
+def add_plainly(layer: Layer, number: int) -> None:
+    layer(fn.data_of(number)).sum().backward()
+
+
+@on_worker(0)
+def test_step_follows_parameters_that_get_other_memory():
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer(torch.optim.SGD, **SGD_WITH_ALL)
+        model.train(optimizer, range(2))
+        model.ask("move")
+        model.train(optimizer, range(2, 4))
+
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_optimizer_may_give_parameters_other_memory():
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        model.train(model.optimizer(fn.Replaces, lr=0.1), range(3))
+
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_graph_that_a_step_makes_invalid_is_noticed():
+    model = Model(("w1",))
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    loss = model.loss(0, with_spare=True)
+
+    model.train(optimizer, range(1), with_spare=True)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ------------------------------------------------------------------------- several trainers
+
+
+@pytest.mark.parametrize("num_owners", [1, 2])
+def test_trainers_at_once_lose_no_step(cluster, num_owners):
+    owners = [f"w{rank + 1}" for rank in range(num_owners)]
+    cluster.run(0, fn.train_with_others, owners, ["w0", "w3"], torch.optim.SGD, 8)
+
+
+def test_steps_of_trainers_on_shared_parameters_do_not_overlap(cluster):
+    cluster.run(0, fn.train_with_others, ["w1"], ["w0", "w3"], fn.Meets, 1)
+
+    assert cluster.run(1, fn.take_most_inside) == 1
+
+
+@on_worker(0)
+def test_steps_on_other_parameters_do_not_wait():
+    models = [Model(("w1",)), Model(("w1",))]
+    threads = [
+        threading.Thread(
+            target=model.train,
+            args=(model.optimizer(fn.MeetsForSure, lr=0.1), range(1)),
+        )
+        for model in models
+    ]
+
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert rpc.rpc_sync("w1", fn.take_most_inside) == 2
+
+
+def test_groups_share_a_lock_if_they_share_a_parameter():
+    a, b, c, d = tensors = [torch.zeros(1) for _ in range(4)]
+    first = find_locks([[a, b], [c]])
+    second = find_locks([[c, d], [b]])
+    third = find_locks([[d]])
+
+    assert len(first) == 2
+    assert set(second) & set(first) == set(first)
+    assert len(second) == 3
+    assert set(third) <= set(second)
+    assert not set(third) & set(first)
+    # Everyone takes them in the same order.
+    numbers = [lock.number for lock in second]
+    assert numbers == sorted(numbers)
+    del tensors
+
+
+def test_locks_go_with_the_optimizers_that_hold_them():
+    parameter = torch.zeros(1)
+    locks = [weakref.ref(lock) for lock in find_locks([[parameter]])]
+
+    assert [lock() for lock in locks] == [None]
+    assert len(find_locks([[parameter]])) == 1
+
+
+# --------------------------------------------------------------------------------- groups
+
+
+def two_groups(model: Model) -> list[dict[str, Any]]:
+    """Each with parameters of both owners."""
+    parameters = model.parameters()
+    return [
+        {"params": parameters[0::2], "lr": 0.2, "momentum": 0.5},
+        {"params": parameters[1::2], "weight_decay": 0.1},
+    ]
+
+
+@on_worker(0)
+def test_groups_have_their_own_hyperparameters():
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer_of(two_groups(model), torch.optim.SGD, lr=0.1)
+        model.train(optimizer, range(3), with_spare=True)
+
+    assert_same(found.values(), expected.values())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0, 0.1]
+    assert optimizer.defaults["lr"] == 0.1
+
+
+@on_worker(0)
+def test_groups_given_are_not_changed():
+    model = Model()
+    groups = two_groups(model)
+    keys = [set(group) for group in groups]
+
+    model.optimizer_of(groups, torch.optim.SGD, lr=0.1)
+
+    assert [set(group) for group in groups] == keys
+
+
+@on_worker(0)
+def test_group_can_be_added_later():
+    expected, found = Model(HERE), Model(("w1", "w2"))
+    states = []
+
+    for model in (expected, found):
+        parameters = model.parameters()
+        optimizer = model.optimizer_of(parameters[:2], torch.optim.Adam, lr=0.01)
+        model.train(optimizer, range(2))
+        optimizer.param_groups[0]["lr"] = 0.02
+        optimizer.add_param_group({"params": parameters[2:], "lr": 0.03})
+        model.train(optimizer, range(2, 4), with_spare=True)
+        states.append(optimizer.state_dict())
+
+    assert_same(found.values(), expected.values())
+    assert_same(states[1], states[0])
+
+
+@on_worker(0)
+def test_parameter_cannot_be_added_twice():
+    model = Model()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(ValueError, match="twice"):
+        optimizer.add_param_group({"params": model.parameters()[:1]})
+    assert len(optimizer.param_groups) == 1
+    model.train(optimizer, range(1))
+
+
+@on_worker(0)
+def test_changed_hyperparameters_are_used_by_the_next_step():
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer_of(two_groups(model), torch.optim.SGD, lr=0.1)
+        model.train(optimizer, range(2))
+        optimizer.param_groups[1]["lr"] = 0.7
+        optimizer.param_groups[0]["nesterov"] = True
+        model.train(optimizer, range(2, 4))
+
+    assert_same(found.values(), expected.values())
+
+
+# ----------------------------------------------------------------------------- schedulers
+
+SCHEDULERS: dict[str, Any] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(
+        o, [lambda n: 1 / (n + 1), lambda n: n]
+    ),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@on_worker(0)
+def test_schedulers_of_torch_drive_it(name):
+    expected, found = Model(HERE), Model()
+    lrs = []
+
+    for model in (expected, found):
+        optimizer = model.optimizer_of(
+            two_groups(model), torch.optim.SGD, lr=0.1, momentum=0.9
+        )
+        scheduler = SCHEDULERS[name](optimizer)
+        model.train(optimizer, range(5), fn.stepper(scheduler))
+        lrs.append(scheduler.get_last_lr())
+
+    assert_same(found.values(), expected.values())
+    assert lrs[0] == lrs[1]
+
+
+@on_worker(0)
+def test_scheduler_that_looks_at_the_loss_drives_it():
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer(torch.optim.Adam, lr=0.5)
+        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        model.train(optimizer, range(6), scheduler.step)
+
+    assert optimizer.param_groups[0]["lr"] < 0.5
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_scheduler_that_writes_into_a_tensor_drives_it():
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer(torch.optim.Adam, lr=torch.tensor(0.1))
+        scheduler = lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        model.train(optimizer, range(3), fn.stepper(scheduler))
+
+    assert_same(found.values(), expected.values())
+
+
+# --------------------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_worker(0)
+def test_state_is_that_of_one_process_and_can_be_loaded_midway(name):
+    optimizer_class, options = OPTIMIZERS[name]
+    expected, found = Model(HERE), Model(("w1", "w0"))
+    states = []
+
+    for model in (expected, found):
+        optimizer = model.optimizer_of(two_groups(model), optimizer_class, **options)
+        model.train(optimizer, range(3))
+        optimizer.param_groups[0]["lr"] = 0.03  # not sent by any step
+        states.append(pickle.loads(pickle.dumps(optimizer.state_dict())))
+        model.train(optimizer, range(3, 5))  # forgotten, but it must not change states
+        again = model.optimizer_of(two_groups(model), optimizer_class, **options)
+        again.load_state_dict(copy.deepcopy(states[-1]))  # torch keeps what it is given
+        assert again.param_groups[0]["lr"] == 0.03
+        model.train(again, range(5, 8), with_spare=True)
+
+    assert_same(states[1], states[0])
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_state_does_not_change_with_later_steps():
+    model = Model(("w0", "w1"))
+    optimizer = model.optimizer(torch.optim.Adam, lr=0.1)
+    model.train(optimizer, range(1))
+    state = optimizer.state_dict()
+    copied = pickle.loads(pickle.dumps(state))
+
+    model.train(optimizer, range(1, 3))
+
+    assert_same(state, copied)
+
+
+@on_worker(0)
+def test_state_of_one_process_can_be_loaded_and_given_back():
+    local, model = Model(HERE), Model()
+    theirs = local.optimizer(torch.optim.Adam, lr=0.01)
+    local.train(theirs, range(3))
+    state = theirs.state_dict()
+    # Only the order of the numbers counts.
+    numbers = state["param_groups"][0]["params"]
+    names = {number: 10 * number + 3 for number in numbers}
+    strange = {
+        "state": {names[number]: value for number, value in state["state"].items()},
+        "param_groups": [{**state["param_groups"][0], "params": list(names.values())}],
+    }
+    ours = model.optimizer(torch.optim.Adam, lr=0.5)
+
+    ours.load_state_dict(strange)
+
+    assert_same(ours.state_dict(), state)
+    theirs.load_state_dict(ours.state_dict())
+    assert ours.param_groups[0]["lr"] == 0.01
+
+
+@on_worker(0)
+def test_state_with_other_groups_is_refused():
+    model = Model()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    other = model.optimizer_of(two_groups(model), torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(ValueError, match=r"expected groups of \[6\] .*found \[3, 3\]"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+# -------------------------------------------------------------------------------- clipping
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf"), 3])
+@pytest.mark.parametrize("limit", [0.1, 100.0])
+@on_worker(0)
+def test_clipping_equals_one_process(order, limit):
+    expected, found = Model(HERE, 3), Model(("w1", "w2", "w1"))
+    found.ask("set_grads", 7.0)
+    expected.loss(0).backward()
+    expected_norm = torch.nn.utils.clip_grad_norm_(
+        expected.parameters(), limit, norm_type=order
+    )
+    expected.optimizer(torch.optim.SGD, lr=0.1).step()
+
+    with autograd.context() as ctx:
+        ctx.backward(found.loss(0))
+        norm = clip_grad_norm_(ctx, found.parameters(), limit, order)
+        found.optimizer(torch.optim.SGD, lr=0.1).step(ctx)
+
+    assert_same(norm, expected_norm)
+    assert_same(found.values(), expected.values())
+    assert all(grad is not None and grad.eq(7.0).all() for grad in found.grads())
+
+
+@on_worker(0)
+def test_clipping_of_grad_equals_one_process():
+    expected, found = Model(HERE), Model()
+    expected.loss(0).backward()
+    torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+
+    found.loss(0).backward()
+    clip_grad_norm_(None, found.parameters(), 0.1)
+
+    assert_same(found.grads(), expected.grads())
+
+
+@on_worker(0)
+def test_clipping_follows_the_order_of_the_parameters():
+    # The last bits of a sum depend on the order.
+    expected, found = Model(HERE, 4), Model(("w1", "w2", "w1", "w2"))
+    expected.loss(0, with_spare=True).backward()
+    found.loss(0, with_spare=True).backward()
+    for shift in range(6):
+        theirs, ours = expected.parameters(), found.parameters()
+        rotated = theirs[shift:] + theirs[:shift]
+        expected_norm = torch.nn.utils.get_total_norm([p.grad for p in rotated])
+
+        norm = clip_grad_norm_(None, ours[shift:] + ours[:shift], 1e9)
+
+        assert_same(norm, expected_norm)
+
+
+@on_worker(0)
+def test_clipping_without_gradients_does_nothing():
+    model = Model()
+
+    with autograd.context() as ctx:
+        assert clip_grad_norm_(ctx, model.parameters(), 1.0).item() == 0.0
+
+
+@on_worker(0)
+def test_clipping_refuses_a_norm_that_is_not_finite_if_told_to():
+    model = Model()
+    model.ask("set_grads", float("nan"))
+
+    with pytest.raises(RuntimeError, match="nan"):
+        clip_grad_norm_(None, model.parameters(), 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(None, model.parameters(), 1.0).isnan()
+
+
+@on_worker(0)
+def test_clipping_refuses_what_is_no_list_of_references():
+    with pytest.raises(TypeError, match=r"must be RRefs, found Tensor at 0.*RRef\("):
+        clip_grad_norm_(None, [torch.ones(1)], 1.0)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="empty list"):
+        clip_grad_norm_(None, [], 1.0)
+    with pytest.raises(UnknownContext):
+        clip_grad_norm_(12345, Model().parameters(), 1.0)
+
+
+# --------------------------------------------------------------------------------- closures
+
+
+@on_worker(0)
+def test_closure_is_evaluated_once_with_grad_and_its_loss_returned():
+    expected, found = Model(HERE), Model()
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1), range(1))
+    optimizer = found.optimizer(torch.optim.SGD, lr=0.1)
+    losses = []
+
+    with autograd.context() as ctx, torch.no_grad():
+
+        def closure() -> Tensor:
+            losses.append(found.loss(0))
+            ctx.backward(losses[-1])
+            return losses[-1]
+
+        returned = optimizer.step(ctx, closure=closure)
+
+    assert len(losses) == 1
+    assert returned is losses[0]
+    assert_same(found.values(), expected.values())
+
+
+def steps_with_closure(
+    model: Model, optimizer: Any, num_steps: int, *, in_context: bool = False
+) -> list[float]:
+    """A few steps; returns the losses of all evaluations, and those returned."""
+    losses: list[float] = []
+    for number in range(num_steps):
+        with autograd.context() if in_context else contextlib.nullcontext() as ctx:
+
+            def closure(ctx: Any = ctx, number: int = number) -> Tensor:
+                loss = model.loss(number)
+                if ctx is None:
+                    optimizer.zero_grad()
+                    loss.backward()
+                else:
+                    optimizer.zero_grad(context_id=ctx)
+                    ctx.backward(loss)
+                losses.append(loss.item())
+                return loss
+
+            if ctx is None:
+                losses.append(optimizer.step(closure=closure).item())
+            else:
+                losses.append(optimizer.step(ctx, closure).item())
+    return losses
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@on_worker(0)
+def test_lbfgs_on_one_owner_equals_one_process(search, in_context):
+    expected, found = Model(HERE), Model(("w1", "w1"))
+    options: Any = {"lr": 0.5, "max_iter": 5, "line_search_fn": search}
+    theirs = expected.optimizer(torch.optim.LBFGS, **options)
+    ours = found.optimizer(torch.optim.LBFGS, **options)
+
+    expected_losses = steps_with_closure(expected, theirs, 2)
+    losses = steps_with_closure(found, ours, 2, in_context=in_context)
+
+    assert len(losses) > 6
+    assert losses == expected_losses
+    assert_same(found.values(), expected.values())
+    assert_same(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+@on_worker(0)
+def test_optimizer_of_ones_own_may_evaluate_the_closure_twice(in_context):
+    expected, found = Model(HERE), Model(("w1", "w1"))
+    theirs = expected.optimizer(fn.Ascent, lr=0.1)
+    ours = found.optimizer(fn.Ascent, lr=0.1)
+
+    expected_losses = steps_with_closure(expected, theirs, 3)
+    losses = steps_with_closure(found, ours, 3, in_context=in_context)
+
+    assert losses == expected_losses
+    assert len(losses) == 9
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_lbfgs_on_two_owners_is_refused():
+    model = Model()
+    optimizer = model.optimizer(torch.optim.LBFGS)
+
+    with pytest.raises(UsageError, match=r"one worker.*'w1', 'w2'"):
+        optimizer.step(closure=lambda: model.loss(0))
+
+
+@on_worker(0)
+def test_lbfgs_without_closure_is_refused():
+    optimizer = Model(("w1",)).optimizer(torch.optim.LBFGS)
+
+    with pytest.raises(TypeError, match="LBFGS needs a closure"):
+        optimizer.step()
+
+
+@on_worker(0)
+def test_closure_is_evaluated_on_the_thread_that_called():
+    model = Model(("w1",))
+    optimizer = model.optimizer(torch.optim.LBFGS, max_iter=3)
+    threads = set()
+
+    def closure() -> Tensor:
+        threads.add(threading.get_ident())
+        optimizer.zero_grad()
+        loss = model.loss(0)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure=closure)
+
+    assert threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("error_class", [ZeroDivisionError, KeyboardInterrupt])
+@on_worker(0)
+def test_error_of_a_closure_comes_out_of_the_step_and_blocks_nobody(error_class):
+    model = Model(("w1",))
+    optimizer = model.optimizer(torch.optim.LBFGS, max_iter=5)
+    other = model.optimizer(torch.optim.SGD, lr=0.1)
+    error = error_class("no more")
+    num_calls = 0
+
+    def closure() -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise error
+        loss = model.loss(0)
+        loss.backward()
+        return loss
+
+    with pytest.raises(error_class) as caught:
+        optimizer.step(closure=closure)
+    assert caught.value is error
+    other.step()
+    del caught
+    error.__traceback__ = None
+
+
+# ----------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@on_worker(0)
+def test_error_on_one_owner_keeps_its_type(at_once):
+    model = Model()
+
+    with pytest.raises(FloatingPointError, match="it cannot") as caught:
+        run_one_step(model, fn.FailsOn, "w2", at_once=at_once)
+
+    assert isinstance(caught.value, RemoteError)
+    assert not isinstance(caught.value, OwnersFailed)
+    assert caught.value.worker == "w2"
+
+
+def run_one_step(model: Model, *args: Any, **kwargs: Any) -> None:
+    optimizer = model.optimizer(*args, **kwargs)
+    with autograd.context() as ctx:
+        ctx.backward(model.loss(0))
+        optimizer.step(ctx)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@on_worker(0)
+def test_errors_on_all_owners_are_all_there(at_once):
+    model = Model(("w1", "w2", "w3"))
+
+    with pytest.raises(FloatingPointError) as caught:
+        run_one_step(model, fn.FailsOn, "w1 w3", at_once=at_once)
+
+    error = caught.value
+    assert isinstance(error, OwnersFailed)
+    assert isinstance(error, RemoteError)
+    assert list(error.failures) == ["w1", "w3"]
+    workers = [getattr(failure, "worker", "") for failure in error.failures.values()]
+    assert workers == ["w1", "w3"]
+    assert "2 owners failed" in str(error)
+    assert str(error).count("FloatingPointError: it cannot") >= 2
+    assert "on worker 'w1'" in str(error)
+    assert "on worker 'w3'" in str(error)
+
+
+@on_worker(0)
+def test_errors_of_different_types_are_one_of_the_first():
+    model = Model()
+
+    with pytest.raises(FloatingPointError) as caught:
+        run_one_step(model, fn.FailsElsewhere, lr=0.1)
+
+    assert not isinstance(caught.value, KeyError)
+    assert isinstance(caught.value, OwnersFailed)
+    assert isinstance(caught.value.failures["w2"], KeyError)
+
+
+@on_worker(0)
+def test_several_errors_survive_pickling_and_calls():
+    with pytest.raises(FloatingPointError) as caught:
+        fn.fail_in_step()
+    loaded = pickle.loads(pickle.dumps(caught.value))
+    assert type(loaded) is type(caught.value)
+    assert list(loaded.failures) == ["w1", "w2"]
+
+    with pytest.raises(FloatingPointError) as caught:
+        rpc.rpc_sync("w3", fn.fail_in_step)
+    assert isinstance(caught.value, OwnersFailed)
+    assert list(caught.value.failures) == ["w1", "w2"]
+
+
+@on_worker(0)
+def test_owners_that_do_not_fail_make_their_step():
+    expected, found = Model(HERE), Model()
+    before = found.values()
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.5), range(1))
+
+    with pytest.raises(FloatingPointError):
+        run_one_step(found, fn.FailsOn, "w2")
+
+    assert_same(found.values(), expected.values()[:3] + before[3:])
+
+
+@on_worker(0)
+def test_step_after_a_failed_one_works():
+    model = Model(("w1",))
+    optimizer = model.optimizer(fn.Fails, lr=0.1)
+    other = model.optimizer(torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(FloatingPointError):
+        model.train(optimizer, range(1))
+
+    model.train(other, range(1))
+
+
+def test_lost_owner_is_named_and_the_others_step(make_cluster):
+    cluster = make_cluster(3)
+    cluster.run(0, prepare_for_loss)
+    cluster.kill(2)
+    cluster.run(0, step_after_loss)
+
+
+def prepare_for_loss() -> None:
+    model = Model()
+    _kept[:] = [model, model.optimizer(torch.optim.SGD, lr=0.1)]
+
+
+def step_after_loss() -> None:
+    model, optimizer = _kept
+    rpc.rpc_sync("w1", fn.set_grads, args=(model.layers[0], 1.0))
+    before = model.layers[0].rpc_sync().values()
+    with pytest.raises(PeerLostError, match="w2"):
+        optimizer.step()
+    after = model.layers[0].rpc_sync().values()
+    assert_same(after, [value - 0.1 for value in before])
+    _kept.clear()
+
+
+_kept: list[Any] = []
+
+
+# --------------------------------------------------------------------------------- bad input
+
+
+@on_worker(0)
+def test_bad_arguments_are_refused():
+    rref = RRef(torch.ones(1, requires_grad=True))
+    sgd = torch.optim.SGD
+    bad: Any
+    for bad, error, text in [
+        ([], ValueError, "empty list"),
+        ([{"params": []}], ValueError, "empty list"),
+        ([torch.ones(1)], TypeError, r"must be RRefs, found Tensor at 0.*RRef\("),
+        ([rref, 3], TypeError, "found int at 1"),
+        (rref, TypeError, "list of RRefs"),
+        (torch.ones(2), TypeError, "list of RRefs"),
+        ([{"lr": 1.0}], TypeError, "'params'"),
+        ([{"params": [rref]}, rref], TypeError, "'params'"),
+    ]:
+        with pytest.raises(error, match=text):
+            DistributedOptimizer(sgd, bad, lr=0.1)
+    for bad in (torch.optim, int, "SGD"):
+        with pytest.raises(TypeError, match=r"derived from torch\.optim\.Optimizer"):
+            DistributedOptimizer(bad, [rref], lr=0.1)
+
+
+@on_worker(0)
+def test_bad_hyperparameters_are_refused_by_the_owners():
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        Model().optimizer(torch.optim.SGD, lr=-1.0)
+    with pytest.raises(TypeError, match="nonsense"):
+        Model().optimizer(torch.optim.SGD, nonsense=1)
+
+
+@on_worker(0)
+def test_references_to_other_things_are_refused():
+    layer: Any = rpc.remote("w1", Layer, args=(0,))
+    computed = layer.rpc_sync().computed()
+    with pytest.raises(TypeError, match=r"worker 'w1'.*instance of Layer"):
+        DistributedOptimizer(torch.optim.SGD, [layer])
+    with pytest.raises(ValueError, match="non-leaf"):
+        DistributedOptimizer(torch.optim.SGD, [computed])
+
+
+@on_worker(0)
+def test_same_parameter_twice_is_refused():
+    model = Model(("w1",))
+    with pytest.raises(ValueError, match="given twice"):
+        model.optimizer_of(model.parameters() + model.parameters(), torch.optim.SGD)
+
+
+@on_worker(0)
+def test_unknown_contexts_are_refused():
+    model = Model()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    before = model.values()
+    with autograd.context() as ctx:
+        ctx.backward(model.loss(0))
+
+    with pytest.raises(ContextReleased, match="Could not find autograd context"):
+        optimizer.step(ctx)
+    with pytest.raises(UnknownContext, match="Could not find autograd context"):
+        optimizer.step(12345)
+    with pytest.raises(UnknownContext):
+        optimizer.zero_grad(context_id=12345)
+    for bad in ("1", True, 1.0):
+        with pytest.raises(TypeError, match="context_id"):
+            optimizer.step(bad)
+    with pytest.raises(TypeError, match="by name"):
+        optimizer.step(lambda: 0)
+    assert_same(model.values(), before)
+
+
+# ------------------------------------------------------------------------------------ release
+
+
+@on_worker(0)
+def test_optimizer_on_the_owners_goes_with_this_one():
+    model = Model()
+    optimizer = model.optimizer(fn.Alive, lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    model.train(optimizer, range(2))
+    assert [rpc.rpc_sync(name, fn.count_alive) for name in ("w1", "w2")] == [1, 1]
+
+    del optimizer, scheduler
+    gc.collect()  # torch's schedulers make a cycle
+
+    for name in ("w1", "w2"):
+        probes.wait_until(
+            partial(fn.has_none_alive, name),
+            f"no optimizer on {name}",
+        )
+
+
+@on_worker(0)
+def test_optimizer_alone_is_in_no_cycle():
+    optimizer = Model().optimizer(torch.optim.SGD, lr=0.1)
+    watched = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert watched() is None
+    finally:
+        gc.enable()
+
+
+@on_worker(0)
+def test_optimizer_cannot_be_pickled():
+    optimizer = Model().optimizer(torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(UsageError, match="rref can only be pickled when using RPC"):
+        pickle.dumps(optimizer)
+
+
+def run_in_thread(function: Any, *args: Any) -> None:
+    """Runs it on another thread, outside of this one's context."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function(*args)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
