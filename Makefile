@@ -18,10 +18,10 @@ CHECKED := $(wildcard tests examples benchmarks)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types layers test unit oracle demo bench format clean
+.PHONY: help setup lint types layers test unit oracle conformance demo bench format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with pinned tools and this package
 
@@ -51,6 +51,7 @@ layers: $(READY) ## who may import whom
 
 test: lint types layers ## all checks, then all tests
 	$(PYTEST)
+	$(BIN)/python -m tests.conformance.torch_suites --fast
 
 unit: $(READY) ## tests without worker processes
 	$(PYTEST) $(wildcard tests/unit tests/property) tests/test_api.py
@@ -58,12 +59,16 @@ unit: $(READY) ## tests without worker processes
 oracle: $(READY) ## N random programs against one process, fresh seeds
 	$(BIN)/python -m tests.oracle --count $(N)
 
+conformance: $(READY) ## torch's own tests of RPC, against gradwire
+	$(BIN)/python -m tests.conformance.torch_suites
+
 demo: $(READY) ## three workers that call each other
 	$(BIN)/python examples/hello.py
 
 bench: $(READY) ## remote calls and backwards through them, beside those of torch
 	$(BIN)/python benchmarks/rpc.py
 	$(BIN)/python benchmarks/autograd.py
+	$(BIN)/python benchmarks/torch_surface.py
 
 format: $(READY) ## rewrite the sources in house style
 	$(BIN)/ruff check --fix .

@@ -39,6 +39,7 @@ from gradwire.autograd._passes import (
     TellDead,
     TellDone,
     TellNone,
+    TellStale,
     TellStart,
 )
 from gradwire.errors import BackwardFailed
@@ -132,6 +133,10 @@ class Abort(NamedTuple):
 
 
 class Dead(NamedTuple):
+    number: int
+
+
+class Stale(NamedTuple):
     number: int
 
 
@@ -264,6 +269,7 @@ class Worker:
         self.lost: set[int] = set()
         self.calls: Counter[int] = Counter()  # of ours, in flight, by callee
         self.dead: set[int] = set()
+        self.stale: set[tuple[int, int]] = set()  # senders and numbers
 
     def __repr__(self) -> str:
         return f"w{self.rank}"
@@ -274,7 +280,7 @@ class Worker:
         self, peer: int, sources: tuple[int, ...]
     ) -> tuple[int, PassId | None]:
         self.state.meet(peer)
-        number = self.state.record_send()
+        number = self.state.record_send(peer)
         self.chain.append(Event(number, False, peer, number, sources))
         return number, self.state.begun
 
@@ -306,6 +312,15 @@ class Worker:
         if run is not None and run.waits_in(number):
             self.simulation.seen["death of a message that is waited for"] += 1
             self.take(run, run.blocked, NONE)
+
+    def mark_stale(self, sender: int, message: int) -> None:
+        """A message that we got is gone at its sender."""
+        self.simulation.log(f"{self}: message {message} of w{sender} is stale")
+        self.stale.add((sender, message))
+        run = self.run
+        if run is not None and self.state.is_in_vain(sender, message):
+            self.simulation.note_consumed(f"{self}: {message} of w{sender} is stale")
+            self.fail(run.pass_.id, "a gradient was sent in vain")
 
     # ------------------------------------------------------------------------ passes
 
@@ -416,7 +431,8 @@ class Worker:
         simulation = self.simulation
         pass_id = run.pass_.id
         value = run.gradient(event)
-        if event.is_stale and value is not NONE:
+        is_stale = event.is_stale or (event.peer, event.message) in self.stale
+        if is_stale and value is not NONE:
             simulation.note_consumed(f"{self}: recv {event.number} is stale")
             self.fail(pass_id, "a gradient reached what is stale")
             return
@@ -428,6 +444,8 @@ class Worker:
             pass_id, event.message, value, not run.kind.retain, history, after
         )
         simulation.note_answer(answer, event.peer)
+        if value is not NONE:
+            self.state.note_shipped(event.peer, event.message)
         start = TellStart(event.peer)
         if event.peer == self.rank:
             self.on_answer(self.rank, answer)
@@ -446,11 +464,6 @@ class Worker:
         )
         if current is None or current.id != answer.pass_id:
             simulation.seen["late answer" if is_over else "early answer"] += 1
-            if is_over:
-                simulation.late.add((answer.pass_id, self.rank, answer.number))
-        is_lost = answer.value is not NONE and self.state.loses(
-            answer.pass_id, answer.number
-        )
         is_wanted, instructions = self.state.on_answer(
             answer.pass_id,
             answer.number,
@@ -464,11 +477,6 @@ class Worker:
         run = self.run
         if is_wanted and run is not None and run.waits_in(answer.number):
             self.take(run, run.blocked, self.state.take_answer(answer.number))
-        if is_lost:
-            simulation.note_consumed(f"{self}: send {answer.number} was consumed")
-            self.fail(answer.pass_id, "a gradient would be lost")
-            if sender != self.rank:
-                simulation.send(self, sender, Abort(answer.pass_id, "it would be lost"))
 
     def on_done(self, sender: int, pass_id: PassId) -> None:
         run = self.run
@@ -522,6 +530,11 @@ class Worker:
                     self.mark_dead(instruction.message)
                 else:
                     simulation.send(self, to, Dead(instruction.message))
+            elif isinstance(instruction, TellStale):
+                if to == self.rank:
+                    self.mark_stale(to, instruction.message)
+                else:
+                    simulation.send(self, to, Stale(instruction.message))
             elif isinstance(instruction, TellNone):
                 _, pass_id, message, is_last = instruction
                 answer = Answer(pass_id, message, NONE, is_last)
@@ -574,7 +587,6 @@ class Simulation:
         self.answers: Counter[tuple[PassId, int, int]] = Counter()
         self.gradients: dict[tuple[PassId, int, int], Any] = {}
         self.taken: dict[tuple[PassId, int, int], Any] = {}
-        self.late: set[tuple[PassId, int, int]] = set()
         self._trace: list[str] | None = [] if trace else None
         size = chance.choice([2, 2, 3, 3, 4, 5, 6])
         self.workers = [Worker(self, rank) for rank in range(size)]
@@ -818,6 +830,8 @@ class Simulation:
                 worker.fail(message.pass_id, message.cause, sender)
             case Dead():
                 worker.mark_dead(message.number)
+            case Stale():
+                worker.mark_stale(sender, message.number)
             case Call():
                 self._on_call(worker, sender, message)
             case Reply():
@@ -932,10 +946,8 @@ class Simulation:
             pass_id, rank, number = key
             if not self.records[pass_id].has_succeeded or self.taken.get(key) == value:
                 continue
-            # The engine may leave out what a pass covers. And whoever sent a gradient
-            # that came too late may have been over with the pass before it knew.
-            is_excused = key in covered or key in self.late
-            if self.workers[rank].is_alive and not is_excused:
+            # The engine may leave out what a pass covers.
+            if self.workers[rank].is_alive and key not in covered:
                 self.report(
                     f"the gradient of message {number} of w{rank} got lost in "
                     f"{_name(pass_id)}, and nobody was told"

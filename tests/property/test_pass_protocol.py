@@ -14,7 +14,13 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from gradwire.autograd._passes import ContextState, Instruction, Pass, PassId
+from gradwire.autograd._passes import (
+    ContextState,
+    Instruction,
+    Pass,
+    PassId,
+    TellStale,
+)
 from property.pass_simulator import Failed, Setting, simulate
 
 Method: TypeAlias = Callable[..., Any]
@@ -147,6 +153,10 @@ def with_one_child(method: Method) -> Method:
     return change
 
 
+def without_stale(method: Method) -> Method:
+    return lambda *args: [i for i in method(*args) if not isinstance(i, TellStale)]
+
+
 def with_nothing_lost(method: Method) -> Method:
     return lambda *args: False
 
@@ -169,13 +179,18 @@ BROKEN: dict[str, tuple[str, Callable[[Method], Method], str]] = {
         without_histories,
         "with failures",
     ),
-    "lost gradients are not noticed": ("loses", with_nothing_lost, "with traffic"),
     "newcomers know of no pass": ("join", without_effect, "in silence"),
     "only one worker is told": ("start", with_one_child, "in silence"),
     "nobody says that it is done": ("local_end", without_instructions, "in silence"),
     "failures are not told": ("fail", without_instructions, "with failures"),
     "failed passes kill nothing": ("fail", without_recvs, "with failures"),
     "failed passes begin again": ("fail", with_second_chance, "with failures"),
+    "nothing is stale": ("fail", without_stale, "with failures and rivals"),
+    "gradients in vain are not noticed": (
+        "is_in_vain",
+        with_nothing_lost,
+        "with failures",
+    ),
     "losses are not told": ("lose", without_instructions, "with deaths"),
 }
 

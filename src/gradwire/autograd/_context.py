@@ -129,7 +129,7 @@ class Side:
         """As `record_send`, but leaves the node to `finish_sends`, or to who needs it."""
         with self.lock:
             self.state.meet(peer)
-            event = self.state.record_send()
+            event = self.state.record_send(peer)
             message = SentMessage(self._exchange, self, event, peer, len(tensors))
             self._unrecorded.append((message, tensors))
             self.num_sends += 1
@@ -195,6 +195,15 @@ class Side:
             return self._tail
         tokens = [token_of(node) for node in self.live_recvs()]
         return [*self._tail, *(token for token in tokens if token is not None)]
+
+    def mark_stale(self, peer: int, numbers: set[int]) -> None:
+        """Messages of a peer are gone there; the caller holds the lock."""
+        running = [] if self.run is None else self.run.recvs
+        for recv in (*self.recvs, *running):
+            if recv.peer == peer and recv.number in numbers:
+                node = recv.node()
+                if node is not None:
+                    node.message.is_stale = True
 
     def live_recvs(self) -> list[Any]:
         """The nodes of the recvs of the present chain, as far as they still exist."""

@@ -24,6 +24,7 @@ from gradwire.autograd._messages import (
     PassAbort,
     PassDone,
     PassStart,
+    Stale,
     is_implicit,
     key_of_call,
     opener_of,
@@ -40,6 +41,7 @@ from gradwire.autograd._passes import (
     TellDead,
     TellDone,
     TellNone,
+    TellStale,
     TellStart,
 )
 from gradwire.autograd._plain import consumed
@@ -306,7 +308,9 @@ class Exchange:
             tracked = list({id(g): g for g in values if g.requires_grad}.values())
             if tracked:
                 history, after = side.record_send(message.peer, tracked)
-        if not values:
+        if values:
+            side.state.note_shipped(message.peer, message.number)
+        else:
             present = ()
         if message.peer == self.me:
             own = {id(g): g.detach() for g in values}
@@ -401,7 +405,6 @@ class Exchange:
         if answer is not NONE and answer.history >= 0:
             history = sender, answer.history
         with side.lock:
-            is_lossy = answer is not NONE and side.state.loses(pass_id, number)
             is_wanted, instructions = side.state.on_answer(
                 pass_id, number, answer, is_last, history
             )
@@ -413,16 +416,26 @@ class Exchange:
         if outcome is not None:
             outcome.finish(answer, None)
         self.perform(side, run, instructions)
-        if is_lossy:
-            error = consumed(self, side.label)
-            self._fail(side, pass_id, self.describe(error), error)
-            self._tell_abort(side.name, pass_id, sender, self.describe(error))
 
     def on_dead(self, peer: Peer, message: Dead, frame: Frame) -> None:
         """A message of ours was dropped on its way."""
         side = self.registry.find(ContextName(message.key, message.incarnation))
         if side is not None:
             self.mark_dead(side, message.message)
+
+    def on_stale(self, peer: Peer, message: Stale, frame: Frame) -> None:
+        """Messages of a peer are gone there."""
+        side = self.registry.find(ContextName(message.key, message.incarnation))
+        if side is not None:
+            self._mark_stale(side, peer.info.id, message.messages)
+
+    def _mark_stale(self, side: Side, sender: int, numbers: list[int]) -> None:
+        with side.lock:
+            side.mark_stale(sender, set(numbers))
+            run = side.run
+            is_in_vain = any(side.state.is_in_vain(sender, n) for n in numbers)
+        if run is not None and is_in_vain:
+            self.abort(side, run, consumed(self, side.label))
 
     def mark_dead(self, side: Side, number: int) -> None:
         """A message of ours will be answered in no pass."""
@@ -581,31 +594,45 @@ class Exchange:
     ) -> None:
         """Does what the protocol says."""
         start: Outgoing | None = None
+        stale: dict[int, list[int]] = {}
         for instruction in instructions:
-            to = instruction.to
             if isinstance(instruction, TellStart):
                 if run is None:
                     raise AssertionError("a pass begins that nobody runs")
                 start = start or self._encode_start(run)
                 # If it cannot be told, the pass cannot succeed.
-                if (error := self.send(to, start)) is not None:
+                if (error := self.send(instruction.to, start)) is not None:
                     self.abort(side, run, error)
-            elif isinstance(instruction, TellDone):
-                self.send(to, encode(PassDone(*side.name, *instruction.pass_id)))
-            elif isinstance(instruction, TellAbort):
-                self._tell_abort(side.name, instruction.pass_id, to, instruction.cause)
-            elif isinstance(instruction, TellDead):
-                if to == self.me:
-                    self.mark_dead(side, instruction.message)
-                else:
-                    self.send(to, encode(Dead(*side.name, instruction.message)))
-            elif to == self.me:
-                _, pass_id, number, is_last = instruction
-                self._on_answer(side, pass_id, number, NONE, is_last, to)
+            elif isinstance(instruction, TellStale):
+                stale.setdefault(instruction.to, []).append(instruction.message)
+            elif instruction.to == self.me:
+                self._tell_myself(side, instruction)
             else:
-                _, pass_id, number, is_last = instruction
-                none = Gradient(*side.name, *pass_id, number, (), is_last)
-                self.send(to, encode(none))
+                self._tell(side.name, instruction)
+        for to, numbers in stale.items():
+            if to == self.me:
+                self._mark_stale(side, to, numbers)
+            else:
+                self.send(to, encode(Stale(*side.name, numbers)))
+
+    def _tell(self, name: ContextName, instruction: Instruction) -> None:
+        to = instruction.to
+        if isinstance(instruction, TellDone):
+            self.send(to, encode(PassDone(*name, *instruction.pass_id)))
+        elif isinstance(instruction, TellAbort):
+            self._tell_abort(name, instruction.pass_id, to, instruction.cause)
+        elif isinstance(instruction, TellDead):
+            self.send(to, encode(Dead(*name, instruction.message)))
+        elif isinstance(instruction, TellNone):
+            _, pass_id, number, is_last = instruction
+            self.send(to, encode(Gradient(*name, *pass_id, number, (), is_last)))
+
+    def _tell_myself(self, side: Side, instruction: Instruction) -> None:
+        if isinstance(instruction, TellDead):
+            self.mark_dead(side, instruction.message)
+        elif isinstance(instruction, TellNone):
+            to, pass_id, number, is_last = instruction
+            self._on_answer(side, pass_id, number, NONE, is_last, to)
 
     def _encode_start(self, run: Run) -> Outgoing:
         return encode(

@@ -29,6 +29,7 @@ __all__ = [
     "PassStart",
     "Release",
     "ReplyHeader",
+    "Stale",
     "counter_of",
     "decode_header",
     "encode_header",
@@ -209,6 +210,14 @@ class Dead(Message, array_like=True, gc=False):
     message: int
 
 
+class Stale(Message, array_like=True, gc=False):
+    """Messages that the receiver got are gone at the sender: a pass that failed used them."""
+
+    key: int
+    incarnation: int
+    messages: list[int]
+
+
 class Release(Message, array_like=True, gc=False):
     """Contexts are over.
 
@@ -233,3 +242,4 @@ register_message(19, PassAbort)
 register_message(20, Dead)
 register_message(21, Release)
 register_message(22, GradientAndStart)
+register_message(23, Stale)

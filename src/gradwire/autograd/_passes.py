@@ -28,8 +28,10 @@ Somebody who is told again is done with it, for that edge.
 *Failure.* Whoever fails tells its parent and all whom it told. A pass that meets another
 one in the same context is refused there, which is a failure of the newcomer. A failed
 pass may have consumed the graph on some workers and not on others. So whoever consumed
-recvs in it tells their senders that they are dead; and gradients that come for a send
-that was consumed make their own pass fail, for they would be lost.
+recvs in it tells their senders that they are dead, and whoever consumed sends tells their
+receivers that they are stale. A gradient that reaches something stale makes its own pass
+fail, for it would be lost; so does the news that one was sent in vain. (The news comes before
+the same worker's word that it is done with a later pass, so never too late.)
 
 Methods take what happened and return what to tell to whom. Everything may come twice,
 and messages of different workers in any order.
@@ -55,6 +57,7 @@ __all__ = [
     "TellDead",
     "TellDone",
     "TellNone",
+    "TellStale",
     "TellStart",
 ]
 
@@ -88,6 +91,8 @@ class Pass:
         first: Number of the first event that it covers.
         end: Number of the first event after those.
         told: Those whom we told and who are not done.
+        sends: Messages that it consumes, and to whom they went.
+        shipped: Senders and numbers of messages that were answered with a gradient.
         is_running: Our own part is not over.
     """
 
@@ -99,6 +104,8 @@ class Pass:
     told: set[int] = field(default_factory=set)
     everybody_told: frozenset[int] = frozenset()
     is_running: bool = True
+    sends: dict[int, int] = field(default_factory=dict)
+    shipped: set[tuple[int, int]] = field(default_factory=set)
 
     def covers(self, event: int) -> bool:
         """Whether an event belongs to this pass."""
@@ -142,7 +149,16 @@ class TellDead(NamedTuple):
     message: int
 
 
-Instruction: TypeAlias = TellStart | TellDone | TellAbort | TellNone | TellDead
+class TellStale(NamedTuple):
+    """Tell a worker that a message that it got from us is gone here."""
+
+    to: int
+    message: int
+
+
+Instruction: TypeAlias = (
+    TellStart | TellDone | TellAbort | TellNone | TellDead | TellStale
+)
 
 
 _History: TypeAlias = tuple[int, int] | None
@@ -172,6 +188,7 @@ class ContextState:
         "_answers",
         "_dead",
         "_describe",
+        "_sends",
         "begun",
         "broken",
         "consumed_by",
@@ -202,6 +219,7 @@ class ContextState:
         # By pass and message: the answer, and if it has a history, its sender and number.
         self._answers: dict[PassId, dict[int, tuple[Any, _History]]] = {}
         self._dead: set[int] = set()
+        self._sends: dict[int, int] = {}  # of the present chain, and to whom
 
     # ------------------------------------------------------------------------ events
 
@@ -210,10 +228,11 @@ class ContextState:
         if worker != self.me:
             self.known.add(worker)
 
-    def record_send(self) -> int:
+    def record_send(self, to: int) -> int:
         """A message with a history leaves; returns its number."""
         event = self.events
         self.events += 1
+        self._sends[event] = to
         return event
 
     def join(self, sender: int, after: PassId | None, consumed: int = -1) -> None:
@@ -320,6 +339,7 @@ class ContextState:
         if not kind.retain:
             self.first = self.events
             self.consumed_by = pass_id.number
+            current.sends, self._sends = self._sends, {}
         dead = self._prune(current) if self._answers else []
         return current, [*map(TellStart, sorted(told)), *dead]
 
@@ -351,8 +371,6 @@ class ContextState:
     ) -> tuple[bool, list[Instruction]]:
         """An answer arrived; returns whether a send of the current pass may want it.
 
-        If it brings gradients, and `loses` them, the pass must fail.
-
         Args:
             pass_id: The pass.
             message: What it answers.
@@ -373,13 +391,14 @@ class ContextState:
             return is_current, []
         return is_last and self.mark_dead(message), _bury([history])
 
-    def loses(self, pass_id: PassId, message: int) -> bool:
-        """Whether gradients for a message would be lost: an earlier pass consumed it."""
-        last = self.last
-        if last is not None and last.id == pass_id:
-            return message < last.first
-        is_early = pass_id.number > self.latest.get(pass_id.starter, -1)
-        return is_early and message < self.first
+    def note_shipped(self, sender: int, message: int) -> None:
+        """A message of a worker is answered with a gradient in the current pass."""
+        if self.current is not None:
+            self.current.shipped.add((sender, message))
+
+    def is_in_vain(self, sender: int, message: int) -> bool:
+        """A message turns out to be stale: whether the current pass has lost by it."""
+        return self.current is not None and (sender, message) in self.current.shipped
 
     def take_answer(self, message: int) -> Any:
         """The answer to a send that the current pass covers, or `WAIT`."""
@@ -449,6 +468,7 @@ class ContextState:
         dead = self._forget(pass_id, cause)
         if not current.kind.retain:
             dead += _bury(recvs)
+            dead += [TellStale(to, event) for event, to in current.sends.items()]
         everybody = set(current.everybody_told)
         if current.parent is not None:
             everybody.add(current.parent)

@@ -35,6 +35,7 @@ from gradwire.autograd._messages import (
     PassStart,
     Release,
     ReplyHeader,
+    Stale,
     decode_header,
     encode_header,
     key_of_call,
@@ -74,6 +75,7 @@ class Recorder(Interceptor):
             PassDone: exchange.on_done,
             PassAbort: exchange.on_abort,
             Dead: exchange.on_dead,
+            Stale: exchange.on_stale,
             Release: exchange.releases.on_release,
         }
         self.requests = {

@@ -72,6 +72,7 @@ from gradwire.wire import (
     encode,
     kind_of,
     name_of,
+    set_compiler,
     thread_state_is_clean,
     tracked_tensors,
 )
@@ -168,13 +169,17 @@ class Agent:
     ) -> Any:
         """Calls a function on another worker and waits for the result."""
         _refuse_in_event_loop()
-        with shielded():
-            call = self._start_call(to, function, args, kwargs, timeout, False)
-            try:
-                self._await(call, None)
-            except BaseException:  # a signal handler raised: nobody waits any more
-                self._give_up(call)
-                raise
+        compiler = set_compiler(None)  # it must not compile what is below, bit by bit
+        try:
+            with shielded():
+                call = self._start_call(to, function, args, kwargs, timeout, False)
+                try:
+                    self._await(call, None)
+                except BaseException:  # a signal handler raised: nobody waits any more
+                    self._give_up(call)
+                    raise
+        finally:
+            set_compiler(compiler)
         if call.error is not None:
             raise call.error
         return call.value
@@ -188,8 +193,12 @@ class Agent:
         timeout: float = UNSET_TIMEOUT,
     ) -> Future[Any]:
         """Calls a function on another worker; the result comes through a future."""
-        with shielded():
-            call = self._start_call(to, function, args, kwargs, timeout, True)
+        compiler = set_compiler(None)
+        try:
+            with shielded():
+                call = self._start_call(to, function, args, kwargs, timeout, True)
+        finally:
+            set_compiler(compiler)
         future = call.future
         if future is None:  # it is done already: the peer was lost meanwhile
             future = Future(outcome=call, executor=self._run_callback)

@@ -230,6 +230,8 @@ class _Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name == "__dict__":  # the compiler asks for it
+            raise AttributeError(name)
         return functools.partial(self._invoke, name)
 
     def _invoke(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

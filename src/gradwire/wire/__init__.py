@@ -30,7 +30,11 @@ from gradwire.wire._messages import (
 )
 from gradwire.wire._pickle import Packer
 from gradwire.wire._tensors import INLINE_BYTES, TRACKED, Buffer
-from gradwire.wire._torch_private import clean_thread_state, thread_state_is_clean
+from gradwire.wire._torch_private import (
+    clean_thread_state,
+    set_compiler,
+    thread_state_is_clean,
+)
 
 __all__ = [
     "INLINE_BYTES",
@@ -56,6 +60,7 @@ __all__ = [
     "peek_kind",
     "register_message",
     "resolve",
+    "set_compiler",
     "thread_state_is_clean",
     "tracked_tensors",
 ]

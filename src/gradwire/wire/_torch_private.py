@@ -18,7 +18,12 @@ import torch.utils._python_dispatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["OPERATOR_TYPES", "clean_thread_state", "thread_state_is_clean"]
+__all__ = [
+    "OPERATOR_TYPES",
+    "clean_thread_state",
+    "set_compiler",
+    "thread_state_is_clean",
+]
 
 
 def _private(owner: Any, name: str) -> Any:
@@ -46,6 +51,10 @@ OPERATOR_TYPES: tuple[type, ...] = (
 )
 """Types of the objects under ``torch.ops``, such as ``torch.ops.aten.add.Tensor``."""
 _in_inference_mode = torch.is_inference_mode_enabled
+set_compiler: Callable[[Any], Any] = _private(
+    _private(_private(torch._C, "_dynamo"), "eval_frame"), "set_eval_frame"
+)
+"""Sets what looks at every Python frame of this thread that begins; returns what did."""
 
 
 def thread_state_is_clean() -> bool:

@@ -18,6 +18,7 @@ from gradwire.autograd._passes import (
     TellDead,
     TellDone,
     TellNone,
+    TellStale,
     TellStart,
 )
 from gradwire.errors import BackwardFailed
@@ -133,9 +134,9 @@ def test_events_are_numbered_as_they_are_recorded():
     state = make_state()
 
     numbers = [
-        state.record_send(),
+        state.record_send(1),
         receive(state, OTHER, 7),
-        state.record_send(),
+        state.record_send(1),
     ]
 
     assert numbers == [0, 1, 2]
@@ -143,7 +144,7 @@ def test_events_are_numbered_as_they_are_recorded():
 
 def test_pass_covers_what_was_recorded_before_it():
     state = make_state(OTHER)
-    events = [state.record_send(), receive(state, OTHER, 7)]
+    events = [state.record_send(1), receive(state, OTHER, 7)]
 
     pass_ = start(state)
 
@@ -154,26 +155,26 @@ def test_pass_does_not_cover_what_is_recorded_while_it_runs():
     state = make_state(OTHER)
     pass_ = start(state)
 
-    events = [state.record_send(), receive(state, OTHER, 7, pass_.id)]
+    events = [state.record_send(1), receive(state, OTHER, 7, pass_.id)]
 
     assert not any(map(pass_.covers, events))
 
 
 def test_pass_that_we_join_covers_what_we_have_recorded():
     state = make_state(OTHER)
-    before = state.record_send()
+    before = state.record_send(1)
 
     pass_ = join(state)
 
     assert pass_.covers(before)
-    assert not pass_.covers(state.record_send())
+    assert not pass_.covers(state.record_send(1))
 
 
 def test_consuming_pass_leaves_nothing_to_the_next():
     state = make_state(OTHER)
-    old = state.record_send()
+    old = state.record_send(1)
     run_alone(state)
-    new = state.record_send()
+    new = state.record_send(1)
 
     pass_ = start(state)
 
@@ -183,9 +184,9 @@ def test_consuming_pass_leaves_nothing_to_the_next():
 
 def test_retaining_pass_leaves_everything_to_the_next():
     state = make_state(OTHER)
-    old = state.record_send()
+    old = state.record_send(1)
     run_alone(state, RETAINING)
-    new = state.record_send()
+    new = state.record_send(1)
 
     pass_ = start(state)
 
@@ -197,7 +198,7 @@ def test_chain_goes_on_where_a_consuming_pass_began():
     state = make_state(OTHER)
     run_alone(state)
     pass_ = start(state)
-    during = state.record_send()
+    during = state.record_send(1)
     state.on_done(pass_.id, OTHER)
     state.local_end()
 
@@ -209,7 +210,7 @@ def test_chain_goes_on_where_a_consuming_pass_began():
 
 def test_send_waits_until_its_answer_comes():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = start(state)
     assert state.take_answer(event) is WAIT
 
@@ -220,7 +221,7 @@ def test_send_waits_until_its_answer_comes():
 
 def test_answer_is_taken_once():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = start(state)
     answer(state, pass_.id, event, "gradients")
     state.take_answer(event)
@@ -230,7 +231,7 @@ def test_answer_is_taken_once():
 
 def test_answers_go_to_their_own_sends():
     state = make_state(OTHER)
-    events = [state.record_send() for _ in range(3)]
+    events = [state.record_send(1) for _ in range(3)]
     pass_ = start(state)
     for event in reversed(events):
         answer(state, pass_.id, event, f"gradients {event}")
@@ -242,7 +243,7 @@ def test_answers_go_to_their_own_sends():
 
 def test_answer_that_comes_before_its_pass_is_kept():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     assert not answer(state, FIRST, event, "gradients")
 
     join(state)
@@ -252,7 +253,7 @@ def test_answer_that_comes_before_its_pass_is_kept():
 
 def test_early_answer_is_for_its_own_pass_only():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     answer(state, SECOND, event, "gradients")
 
     join(state, FIRST)
@@ -262,7 +263,7 @@ def test_early_answer_is_for_its_own_pass_only():
 
 def test_first_of_two_answers_counts():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = start(state)
     answer(state, pass_.id, event, "gradients")
 
@@ -274,7 +275,7 @@ def test_first_of_two_answers_counts():
 def test_answer_for_a_send_that_the_pass_does_not_cover_is_ignored():
     state = make_state(OTHER)
     pass_ = start(state, RETAINING)
-    event = state.record_send()
+    event = state.record_send(1)
     assert not answer(state, pass_.id, event, NONE)
     state.on_done(pass_.id, OTHER)
     state.local_end()
@@ -286,7 +287,7 @@ def test_answer_for_a_send_that_the_pass_does_not_cover_is_ignored():
 
 def test_answer_for_a_send_that_was_consumed_is_ignored():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     run_alone(state)
 
     pass_ = start(state)
@@ -296,7 +297,7 @@ def test_answer_for_a_send_that_was_consumed_is_ignored():
 
 def test_answer_for_a_pass_that_is_over_is_ignored():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     before = run_alone(state, RETAINING)
     assert not answer(state, before.id, event, "gradients of the first pass")
 
@@ -307,7 +308,7 @@ def test_answer_for_a_pass_that_is_over_is_ignored():
 
 def test_answer_for_a_pass_that_failed_is_ignored():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     failed = start(state, RETAINING)
     state.fail(failed.id, CAUSE)
 
@@ -316,7 +317,7 @@ def test_answer_for_a_pass_that_failed_is_ignored():
 
 def test_asking_outside_a_pass_is_an_error_of_ours():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
 
     with pytest.raises(AssertionError, match="outside a pass"):
         state.take_answer(event)
@@ -435,7 +436,7 @@ def test_recv_during_a_pass_is_covered_by_the_next():
 
 def test_message_to_oneself_is_answered_by_oneself():
     state = make_state(OTHER)
-    message = state.record_send()
+    message = state.record_send(1)
     pass_ = start(state)
 
     *_, answers = state.record_recv(ME, message, None)
@@ -449,7 +450,7 @@ def test_message_to_oneself_is_answered_by_oneself():
 def test_last_answer_that_comes_for_nothing_kills_the_message():
     state = make_state(OTHER)
     pass_ = start(state)
-    event = state.record_send()
+    event = state.record_send(1)
 
     assert state.on_answer(pass_.id, event, NONE, is_last=True) == (False, [])
 
@@ -461,7 +462,7 @@ def test_last_answer_that_comes_for_nothing_kills_the_message():
 def test_last_answer_that_comes_when_the_pass_is_over_kills_the_message():
     state = make_state(OTHER)
     pass_ = run_alone(state)
-    event = state.record_send()
+    event = state.record_send(1)
 
     state.on_answer(pass_.id, event, NONE, is_last=True)
 
@@ -472,7 +473,7 @@ def test_last_answer_that_comes_when_the_pass_is_over_kills_the_message():
 def test_last_answer_in_another_pass_wakes_the_send_that_waits():
     state = make_state(OTHER)
     before = run_alone(state)
-    event = state.record_send()
+    event = state.record_send(1)
     start(state)
     assert state.take_answer(event) is WAIT
 
@@ -484,7 +485,7 @@ def test_last_answer_in_another_pass_wakes_the_send_that_waits():
 
 def test_last_answer_that_is_wanted_is_taken():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = start(state)
 
     is_wanted, _ = state.on_answer(pass_.id, event, "gradients", is_last=True)
@@ -496,7 +497,7 @@ def test_last_answer_that_is_wanted_is_taken():
 def test_answer_that_is_not_the_last_kills_nothing():
     state = make_state(OTHER)
     pass_ = start(state)
-    event = state.record_send()
+    event = state.record_send(1)
     answer(state, pass_.id, event, NONE)
     end(state)
 
@@ -508,73 +509,9 @@ def test_answer_that_is_not_the_last_kills_nothing():
 # ---------------------------------------------- gradients that nobody can use, histories
 
 
-def test_gradient_for_a_send_that_an_earlier_pass_consumed_is_lost():
-    state = make_state(OTHER)
-    event = state.record_send()
-    run_alone(state)
-
-    pass_ = start(state)
-
-    assert state.loses(pass_.id, event)
-
-
-def test_gradient_that_comes_before_its_pass_for_a_send_that_was_consumed_is_lost():
-    state = make_state(PARENT)
-    event = state.record_send()
-    run_alone(state)
-
-    assert state.loses(SECOND, event)
-
-
-def test_gradient_that_comes_after_its_pass_for_a_send_that_was_consumed_is_lost():
-    state = make_state(OTHER)
-    event = state.record_send()
-    run_alone(state)
-
-    pass_ = run_alone(state)
-
-    assert state.loses(pass_.id, event)
-
-
-def test_gradient_for_a_send_that_the_pass_covers_is_not_lost():
-    state = make_state(OTHER)
-    event = state.record_send()
-
-    pass_ = start(state)
-
-    assert not state.loses(pass_.id, event)
-
-
-def test_gradient_for_a_send_that_the_pass_left_out_is_not_lost():
-    # The engine does not execute what leads to nothing that is asked for.
-    state = make_state(OTHER)
-    event = state.record_send()
-
-    pass_ = run_alone(state)
-
-    assert not state.loses(pass_.id, event)
-
-
-def test_gradient_that_comes_before_its_pass_is_not_lost():
-    state = make_state(PARENT)
-    event = state.record_send()
-
-    assert not state.loses(FIRST, event)
-
-
-def test_gradient_of_a_pass_that_is_long_over_is_not_lost():
-    state = make_state(OTHER)
-    event = state.record_send()
-    pass_ = run_alone(state)
-
-    run_alone(state)
-
-    assert not state.loses(pass_.id, event)
-
-
 def test_answer_with_a_history_that_is_dropped_is_dead():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = run_alone(state)
 
     dropped = state.on_answer(pass_.id, event, "gradients", history=(OTHER, 5))
@@ -584,7 +521,7 @@ def test_answer_with_a_history_that_is_dropped_is_dead():
 
 def test_answer_with_a_history_that_is_taken_lives():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = start(state)
     state.on_answer(pass_.id, event, "gradients", history=(OTHER, 5))
     assert state.take_answer(event) == "gradients"
@@ -594,7 +531,7 @@ def test_answer_with_a_history_that_is_taken_lives():
 
 def test_answer_with_a_history_that_nobody_took_is_dead_at_the_end():
     state = make_state(PARENT)
-    event = state.record_send()
+    event = state.record_send(1)
     join(state, FIRST, PARENT)
     state.on_answer(FIRST, event, "gradients", history=(PARENT, 5))
 
@@ -603,7 +540,7 @@ def test_answer_with_a_history_that_nobody_took_is_dead_at_the_end():
 
 def test_answer_with_a_history_that_nobody_took_is_dead_after_a_failure():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     pass_ = start(state, RETAINING)
     state.on_answer(pass_.id, event, "gradients", history=(OTHER, 5))
 
@@ -617,7 +554,7 @@ def test_answer_with_a_history_that_nobody_took_is_dead_after_a_failure():
 
 def test_early_answer_with_a_history_is_dead_if_its_pass_is_aborted():
     state = make_state(PARENT)
-    event = state.record_send()
+    event = state.record_send(1)
     state.on_answer(FIRST, event, "gradients", history=(PARENT, 5))
 
     assert state.fail(FIRST, CAUSE, sender=PARENT) == [TellDead(PARENT, 5)]
@@ -625,7 +562,7 @@ def test_early_answer_with_a_history_is_dead_if_its_pass_is_aborted():
 
 def test_early_answer_with_a_history_is_dead_if_its_pass_is_refused():
     state = make_state(PARENT)
-    event = state.record_send()
+    event = state.record_send(1)
     start(state, RETAINING)
     state.on_answer(FIRST, event, "gradients", history=(PARENT, 5))
 
@@ -636,7 +573,7 @@ def test_early_answer_with_a_history_is_dead_if_its_pass_is_refused():
 
 def test_early_answer_with_a_history_is_dead_if_its_pass_does_not_come():
     state = make_state(PARENT)
-    event = state.record_send()
+    event = state.record_send(1)
     state.on_answer(FIRST, event, "gradients", history=(PARENT, 5))
 
     _, instructions = state.on_start(SECOND, PARENT, CONSUMING)
@@ -649,7 +586,7 @@ def test_early_answer_with_a_history_is_dead_if_its_pass_does_not_come():
 
 def test_dead_message_is_answered_with_none():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     start(state)
 
     assert state.mark_dead(event)
@@ -659,7 +596,7 @@ def test_dead_message_is_answered_with_none():
 
 def test_message_that_died_before_the_pass_is_answered_with_none():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     assert not state.mark_dead(event)
 
     start(state)
@@ -670,7 +607,7 @@ def test_message_that_died_before_the_pass_is_answered_with_none():
 def test_message_that_the_pass_does_not_cover_dies_for_the_next():
     state = make_state(OTHER)
     pass_ = start(state)
-    event = state.record_send()
+    event = state.record_send(1)
     assert not state.mark_dead(event)
     state.on_done(pass_.id, OTHER)
     state.local_end()
@@ -682,7 +619,7 @@ def test_message_that_the_pass_does_not_cover_dies_for_the_next():
 
 def test_dead_message_is_dead_in_every_pass():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     state.mark_dead(event)
     run_alone(state, RETAINING)
 
@@ -693,7 +630,7 @@ def test_dead_message_is_dead_in_every_pass():
 
 def test_dead_message_stays_dead_when_another_pass_is_refused():
     state = make_state(PARENT, OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     start(state)
     state.mark_dead(event)
 
@@ -705,7 +642,7 @@ def test_dead_message_stays_dead_when_another_pass_is_refused():
 
 def test_message_may_die_twice():
     state = make_state(OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     start(state)
     state.mark_dead(event)
 
@@ -716,7 +653,7 @@ def test_message_may_die_twice():
 
 def test_other_messages_live_on():
     state = make_state(OTHER)
-    dead, alive = state.record_send(), state.record_send()
+    dead, alive = state.record_send(1), state.record_send(1)
     start(state)
 
     state.mark_dead(dead)
@@ -965,7 +902,7 @@ def test_worker_that_has_just_come_runs_the_next_pass():
 
 def test_worker_that_takes_part_waits_until_it_is_told():
     state = make_state()
-    state.record_send()
+    state.record_send(1)
 
     state.join(OTHER, FIRST)
 
@@ -1051,7 +988,7 @@ def test_pass_that_was_refused_stays_refused():
 
 def test_refused_pass_does_not_disturb_the_other():
     state = make_state(PARENT, CHILD)
-    event = state.record_send()
+    event = state.record_send(1)
     running = start(state)
     state.on_start(FIRST, PARENT, CONSUMING)
 
@@ -1228,7 +1165,7 @@ def test_pass_after_a_failed_one_has_a_new_number():
 
 def test_retained_chain_survives_a_failed_pass():
     state = make_state(CHILD)
-    event = state.record_send()
+    event = state.record_send(1)
     failed = start(state, RETAINING)
     state.fail(failed.id, CAUSE)
 
@@ -1257,7 +1194,7 @@ def test_start_that_comes_again_after_a_failure_is_answered_with_it():
 
 def test_answer_for_a_pass_that_was_aborted_before_it_began_is_ignored():
     state = make_state(PARENT)
-    event = state.record_send()
+    event = state.record_send(1)
     state.fail(FIRST, CAUSE, sender=PARENT)
     before = size(state)
 
@@ -1268,7 +1205,7 @@ def test_answer_for_a_pass_that_was_aborted_before_it_began_is_ignored():
 
 def test_abort_drops_the_early_answers():
     state = make_state(PARENT)
-    event = state.record_send()
+    event = state.record_send(1)
     state.fail(FIRST, CAUSE, sender=PARENT)
     before = size(state)
     answer(state, SECOND, event)
@@ -1318,7 +1255,7 @@ def test_pass_that_is_older_than_another_of_its_starter_has_failed():
 
 def test_refused_pass_does_not_consume_the_chain():
     state = make_state(PARENT, OTHER)
-    event = state.record_send()
+    event = state.record_send(1)
     running = start(state, RETAINING)
     state.on_start(FIRST, PARENT, CONSUMING)
     state.fail(running.id, CAUSE)
@@ -1420,7 +1357,7 @@ def grow(step: Any) -> tuple[int, int]:
 
 
 def send_in_a_pass(state: ContextState, number: int) -> None:
-    event = state.record_send()
+    event = state.record_send(1)
     pass_id = PassId(PARENT, number)
     join(state, pass_id)
     answer(state, pass_id, event)
@@ -1432,7 +1369,7 @@ def send_in_a_pass(state: ContextState, number: int) -> None:
 
 
 def send_in_a_pass_that_fails(state: ContextState, number: int) -> None:
-    event = state.record_send()
+    event = state.record_send(1)
     pass_id = PassId(PARENT, number)
     answer(state, pass_id, event)
     join(state, pass_id)
@@ -1455,7 +1392,7 @@ def refuse_a_pass(state: ContextState, number: int) -> None:
 
 
 def lose_a_message(state: ContextState, number: int) -> None:
-    event = state.record_send()
+    event = state.record_send(1)
     state.mark_dead(event)
     run_alone(state)
     state.mark_dead(event)
@@ -1466,7 +1403,7 @@ def send_to_somebody_whose_pass_does_not_come_here(
 ) -> None:
     # It had begun a pass when it did not know us yet: its answer to a straggler is
     # early, and stays so.
-    event = state.record_send()
+    event = state.record_send(1)
     answer(state, PassId(PARENT, 2 * number), event, NONE)
     join(state, PassId(PARENT, 2 * number + 1))
     end(state)
@@ -1475,7 +1412,7 @@ def send_to_somebody_whose_pass_does_not_come_here(
 def send_to_somebody_whose_passes_never_come_here(
     state: ContextState, number: int
 ) -> None:
-    event = state.record_send()
+    event = state.record_send(1)
     answer(state, PassId(OTHER, 1000 + number), event, NONE)
     run_alone(state)
     answer(state, PassId(OTHER, 1000 + number), event, NONE)
@@ -1498,3 +1435,62 @@ def test_state_does_not_grow(step):
     early, late = grow(step)
 
     assert late == early
+
+
+# ------------------------------------------------------------------------ stale messages
+
+
+def test_failed_pass_makes_the_messages_that_it_consumed_stale():
+    state = make_state(OTHER)
+    message = state.record_send(OTHER)
+    pass_, _ = state.start(CONSUMING)
+
+    told = state.fail(pass_.id, "why")
+
+    assert TellStale(OTHER, message) in told
+
+
+def test_failed_pass_that_retains_makes_nothing_stale():
+    state = make_state(OTHER)
+    state.record_send(OTHER)
+    pass_, _ = state.start(RETAINING)
+
+    told = state.fail(pass_.id, "why")
+
+    assert not [t for t in told if isinstance(t, TellStale)]
+
+
+def test_messages_of_earlier_passes_are_not_stale_again():
+    state = make_state(OTHER)
+    state.record_send(OTHER)
+    first, _ = state.start(CONSUMING)
+    state.local_end()
+    state.on_done(first.id, OTHER)
+    second, _ = state.start(CONSUMING)
+
+    told = state.fail(second.id, "why")
+
+    assert not [t for t in told if isinstance(t, TellStale)]
+
+
+def test_gradient_for_a_stale_message_was_in_vain():
+    state = make_state(OTHER)
+    receive(state, OTHER, 7)
+    state.start(CONSUMING)
+    assert not state.is_in_vain(OTHER, 7)
+
+    state.note_shipped(OTHER, 7)
+
+    assert state.is_in_vain(OTHER, 7)
+    assert not state.is_in_vain(OTHER, 8)
+
+
+def test_gradient_of_a_pass_that_is_over_was_not_in_vain():
+    state = make_state(OTHER)
+    receive(state, OTHER, 7)
+    pass_, _ = state.start(CONSUMING)
+    state.note_shipped(OTHER, 7)
+    state.local_end()
+    state.on_done(pass_.id, OTHER)
+
+    assert not state.is_in_vain(OTHER, 7)
