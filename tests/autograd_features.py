@@ -545,6 +545,17 @@ def run_compiled(x: Tensor, name: str) -> Tensor:
     return result
 
 
+def compile_with_a_call(x: Tensor, where: str) -> Tensor:
+    """Compiled code with a call in the middle: the compiler stays out of that."""
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.tanh(x @ leaf("before", 3, 3))
+        return torch.sin(call(where, tanh_layer, y, "inside") * leaf("after", 3))
+
+    compiled: Callable[[Tensor], Tensor] = torch.compile(model, backend="eager")
+    return compiled(x)
+
+
 # custom Functions
 
 

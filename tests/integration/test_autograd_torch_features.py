@@ -511,6 +511,17 @@ def test_compiled_module(mode, where):
     check(program, mode)
 
 
+@pytest.mark.parametrize("where", ["w0", "w1"])
+@FEW_MODES
+@on_worker(0)
+def test_compiled_code_with_a_call_in_it(mode, where):
+    def program(session):
+        y = features.compile_with_a_call(leaf("x", 2, 3), where)
+        session.backward(y.sum())
+
+    check(program, mode)
+
+
 # ------------------------------------------------------------------- grad mode and modes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import logging
 import threading
 from collections.abc import Callable, Generator
@@ -11,7 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from gradwire.errors import DeadlineExceeded, UsageError
+from gradwire.errors import DeadlineExceeded, RemoteError, UsageError
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._turn import about_to_block
 
@@ -103,6 +104,14 @@ class Outcome:
         return self.value
 
 
+def _twin_of(error: BaseException) -> BaseException:
+    try:
+        twin = copy.copy(error)
+    except Exception:  # its class wants other arguments than it keeps
+        twin = RemoteError(f"{type(error).__name__}: {error}")
+    return twin.with_traceback(None)
+
+
 class Later:
     """What a function of ours returns that answers when a future completes."""
 
@@ -184,9 +193,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         if outcome.error is None:
             _set_torch_result(self, outcome.value)
         else:
-            # Torch keeps an error as a value with a function that raises it.
+            # Torch keeps an error as a value with a function that raises it. A copy: what
+            # is raised gets a traceback, whose frames hold the future, and through torch's
+            # half the collector cannot see.
             self._set_unwrap_func(_raise)
-            _set_torch_result(self, outcome.error)
+            _set_torch_result(self, _twin_of(outcome.error))
         for callback in outcome.take_callbacks():
             if self._executor is None:
                 callback()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from types import CoroutineType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
@@ -324,6 +325,8 @@ def create(
     except Exception as error:
         _set_error(owned, error)
         return None
+    if type(result) is CoroutineType:
+        return _settle_from(owned, result)
     if type(result) is Later:
         return _later(owned, result.future)
     if getattr(function, ASYNC_ATTRIBUTE, None) is not None:
@@ -333,6 +336,13 @@ def create(
         return _later(owned, result)
     owned.settle(result, None)
     return None
+
+
+async def _settle_from(owned: Owned, coroutine: Coroutine[Any, Any, Any]) -> None:
+    try:
+        owned.settle(await coroutine, None)
+    except Exception as error:
+        _set_error(owned, error)
 
 
 def _later(owned: Owned, future: Any) -> Later:

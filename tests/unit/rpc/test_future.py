@@ -1,0 +1,54 @@
+"""Futures without workers; the rest is in tests/integration/test_futures.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from gradwire.rpc import Future
+
+
+class Big:
+    """Something that a caller holds."""
+
+
+def wait_in_vain() -> weakref.ref[Big]:
+    big = Big()
+    future: Future[int] = Future()
+    future.set_exception(ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        future.wait()
+    return weakref.ref(big)
+
+
+def test_failed_future_does_not_keep_the_frames_of_those_who_waited():
+    held = wait_in_vain()
+    gc.collect()
+
+    assert held() is None
+
+
+def test_failed_future_is_seen_by_torch_with_its_error():
+    future: Future[int] = Future()
+    future.set_exception(KeyError("gone"))
+
+    with pytest.raises(KeyError, match="gone"):
+        torch.futures.wait_all([future])
+
+
+class Demanding(Exception):
+    """Cannot be made of what it keeps."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def test_error_that_cannot_be_copied_is_raised_all_the_same():
+    future: Future[int] = Future()
+    future.set_exception(Demanding(1, 2))
+
+    with pytest.raises(Demanding, match="1 2"):
+        future.wait()
