@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire import autograd, errors, rpc
+from gradwire import autograd, errors, nn, optim, rpc
 from gradwire.rpc import extension
 
 ERROR_NAMES = [
@@ -143,6 +143,12 @@ EXTENSION_NAMES = [
     "set_backward",
 ]
 
+OPTIM_NAMES = [
+    "DistributedOptimizer",
+    "OwnersFailed",
+    "clip_grad_norm_",
+]
+
 OPTIONS = {
     "rpc_timeout": 60.0,
     "init_method": "env://",
@@ -257,7 +263,15 @@ def test_remote_error_shows_traceback_after_pickle():
 
 
 def test_package_exports_are_frozen():
-    assert gradwire.__all__ == ["autograd", "errors", "rpc"]
+    assert gradwire.__all__ == ["autograd", "errors", "nn", "optim", "rpc"]
+
+
+def test_nn_exports_are_frozen():
+    assert nn.__all__ == ["RemoteModule", "parameter_rrefs"]
+
+
+def test_optim_exports_are_frozen():
+    assert optim.__all__ == OPTIM_NAMES
 
 
 def parameters_of(function):

@@ -202,6 +202,13 @@ def test_autograd_example_shows_every_kind_of_backward():
     assert set(ast.literal_eval(left).values()) == {0}
 
 
+def test_parameter_server_example_trains_as_one_process_does():
+    output = run("examples/parameter_server.py", "--short")
+
+    assert "the weights are exactly those of one process" in output
+    assert "it is above 0.88" in output
+
+
 def test_readme_example_is_short_and_needs_no_context():
     (code,) = read_code_blocks(README)
     lines = [line for line in code.splitlines() if line and line[0] != "#"]

@@ -27,6 +27,7 @@ from gradwire.errors import (
 )
 from gradwire.nn import RemoteModule, parameter_rrefs
 from gradwire.nn._placement import parse_placement
+from gradwire.optim import DistributedOptimizer
 from nn_functions import SIZE, Block, make
 from on_worker import on_worker
 
@@ -295,6 +296,25 @@ def test_training_of_a_mixed_model_matches_one_process():
 
 def descend(rref: Any, rate: float) -> None:
     torch.optim.SGD(rref.local_value().parameters(), lr=rate).step()
+
+
+@on_worker(0)
+def test_training_with_the_distributed_optimizer_matches_one_process():
+    model, twin = mixed_model(), local_model()
+    whole = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD, parameter_rrefs(model), lr=0.05, momentum=0.9
+    )
+
+    for step in range(3):
+        with autograd.context() as ctx:
+            ctx.backward((model(fn.batch(step)) - 1).pow(2).mean())
+            optimizer.step(ctx)
+        whole.zero_grad()
+        (twin(fn.batch(step)) - 1).pow(2).mean().backward()
+        whole.step()
+
+    assert_same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
 @on_worker(0)
@@ -950,6 +970,18 @@ def use_lost_module() -> None:
             use()
 
 
+@on_worker(0)
+def test_subclass_has_attributes_of_its_own_and_can_be_sent():
+    module = fn.Named("w1", make, (1, Block))
+
+    module.title = "mine"
+    module.scale = 2.0
+
+    assert module.__dict__["title"] == "mine"
+    assert "scale" not in module.__dict__
+    assert rpc.rpc_sync("w2", fn.get_class, (module,)) == "Named"
+
+
 # ------------------------------------------------------------------------- other devices
 
 
@@ -984,3 +1016,8 @@ def test_module_on_a_gpu_matches_one_on_the_cpu():
     torch.testing.assert_close(x.grad, y.grad)
     torch.testing.assert_close(module.forward_async(x).wait(), expected)
     torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()))
+    assert isinstance(twin, Block)
+    torch.testing.assert_close(module.residual(x), twin.residual(x))
+    torch.testing.assert_close(module.offset, twin.offset)
+    assert module.cpu().device == "cpu"
+    torch.testing.assert_close(module(x), expected)

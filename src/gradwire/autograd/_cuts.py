@@ -50,7 +50,7 @@ def warn(label: str) -> None:
         f"the autograd graph is cut: tensors with a history went through {what} outside "
         "any context, and no gradient will come back. Put the calls and the backward "
         "into one context: with gradwire.autograd.context() as ctx",
-        stacklevel=level - 1,
+        stacklevel=level,
     )
 
 

@@ -6,6 +6,7 @@ call that is recorded is a context of its own.
 
 from __future__ import annotations
 
+import functools
 import threading
 from contextlib import AbstractContextManager
 
@@ -140,12 +141,14 @@ class Recorder(Interceptor):
         of_modules: set[int],
         autocast: list[tuple[str, str]] | None,
     ) -> Note:
+        note = _CallNote(self.exchange, None)
         flags = NOT_RECORDED
         if not records_without_context():
-            flags |= AS_LEAVES
-        if any(not tensors[i].is_leaf for i in _tracked(tensors, of_modules)):
+            flags |= AS_LEAVES  # as in torch, which says nothing
+        elif any(not tensors[i].is_leaf for i in _tracked(tensors, of_modules)):
             warn(label)
-        note = _CallNote(self.exchange, None)
+        else:
+            note.warns = True
         changes = None if flags & AS_LEAVES else _cut(tensors)
         header = CallHeader(flags, autocast=autocast)
         note.addition = Addition(encode_header(header), changes)
@@ -171,7 +174,9 @@ class Recorder(Interceptor):
             return
         reply: ReplyHeader = decode_header(ReplyHeader, header)
         if reply.message == CUT:
-            warn(label)
+            if note is not None and note.warns and note.call is not None:
+                # By the caller's own thread, and so for its own place.
+                note.call.notice = functools.partial(warn, label)
             return
         lease = None
         if reply.key is None:
@@ -273,7 +278,7 @@ class _CallNote(Note):
     its way, or when its answer comes, whichever is first.
     """
 
-    __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in")
+    __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in", "warns")
 
     def __init__(self, exchange: Exchange, side: Side | None) -> None:
         super().__init__()
@@ -283,6 +288,7 @@ class _CallNote(Note):
         # Guards the two above: the thread that calls, and the one that reads the answer.
         self._lock = threading.Lock()
         self.event = -1
+        self.warns = False  # if the history of what comes back is cut
         is_made_in_backward = current_task() != NO_TASK
         self.made_in = TaskWatch() if is_made_in_backward else None
 

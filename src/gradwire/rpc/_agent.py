@@ -182,6 +182,8 @@ class Agent:
             set_compiler(compiler)
         if call.error is not None:
             raise call.error
+        if call.notice is not None:
+            call.notice()
         return call.value
 
     def call_async(

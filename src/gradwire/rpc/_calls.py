@@ -34,6 +34,7 @@ class PendingCall(Outcome):
         "keeps",
         "link",
         "notes",
+        "notice",
         "target",
     )
 
@@ -56,6 +57,7 @@ class PendingCall(Outcome):
         self.await_answer = await_answer
         self.future: Future[Any] | None = None
         self.is_given_up = False
+        self.notice: Callable[[], None] | None = None  # for the thread that waits
         self.keeps: object = None  # what must live until the answer is there
         self.notes = notes or {}
         for note in self.notes.values():

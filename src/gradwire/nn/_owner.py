@@ -1,0 +1,272 @@
+"""What a `RemoteModule` asks of the worker that has the module; runs there."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.rpc import RRef
+
+__all__ = [
+    "Answer",
+    "Kind",
+    "Loaded",
+    "StandIn",
+    "call_method",
+    "call_on_device",
+    "change_dtypes",
+    "create_module",
+    "find_dtypes",
+    "get_attribute",
+    "list_parameters",
+    "load_state",
+    "read_state",
+    "set_attribute",
+]
+
+ParameterRef = RRef[Tensor]
+Metadata = Mapping[str, dict[str, Any]]
+
+
+class StandIn:
+    """Marks modules whose parameters are on another worker."""
+
+    @abstractmethod
+    def remote_named_parameters(self, recurse: bool = True) -> dict[str, ParameterRef]:
+        """References to them, by name."""
+
+
+class Kind(enum.Enum):
+    """What an attribute or a result is, and so what comes in its place."""
+
+    VALUE = enum.auto()
+    """Comes as it is."""
+    ITSELF = enum.auto()
+    """The module itself; comes as the device that it is on."""
+    MODULE = enum.auto()
+    """Another module; comes as a reference."""
+    METHOD = enum.auto()
+    """Something to be called; does not come."""
+
+
+class Answer(NamedTuple):
+    """An attribute or a result of a module, on its way."""
+
+    kind: Kind
+    content: Any = None
+
+
+class Loaded(NamedTuple):
+    """What loading a state has found: as in torch, all names with their prefixes."""
+
+    missing: list[str]
+    unexpected: list[str]
+    errors: list[str]
+
+
+def create_module(
+    module_cls: Callable[..., nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+) -> nn.Module:
+    """Makes the module."""
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of "
+            f"<class nn.Module>, but it returns an instance of {type(module)}"
+        )
+    return module.to(device)
+
+
+# ------------------------------------------------------------------- calls, attributes
+
+
+def call_on_device(
+    rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Calls a module whose tensors are not on the CPU; messages are."""
+    args, kwargs = move((args, kwargs), device)
+    return move(rref.local_value()(*args, **kwargs), "cpu")
+
+
+def move(value: Any, device: str) -> Any:
+    """The value with its tensors on a device, also those in plain containers."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if kind in (dict, OrderedDict):
+        return kind((key, move(item, device)) for key, item in value.items())
+    if kind in (list, tuple):
+        return kind(move(item, device) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*(move(item, device) for item in value))
+    return value
+
+
+def call_method(
+    rref: RRef[nn.Module],
+    device: str,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Answer | Coroutine[Any, Any, Answer]:
+    """Calls a method; what it awaits is awaited here."""
+    module = rref.local_value()
+    if device != "cpu":
+        args, kwargs = move((args, kwargs), device)
+    result = getattr(module, name)(*args, **kwargs)
+    if inspect.isawaitable(result):
+        return _answer_later(module, device, result)
+    return _answer(module, device, result)
+
+
+def get_attribute(rref: RRef[nn.Module], device: str, name: str) -> Answer:
+    """Reads an attribute."""
+    module = rref.local_value()
+    found = getattr(module, name)
+    if callable(found) and not isinstance(found, nn.Module):
+        return Answer(Kind.METHOD)
+    return _answer(module, device, found)
+
+
+def set_attribute(rref: RRef[nn.Module], name: str, value: Any) -> None:
+    """Sets an attribute."""
+    setattr(rref.local_value(), name, value)
+
+
+async def _answer_later(
+    module: nn.Module, device: str, result: Awaitable[Any]
+) -> Answer:
+    return _answer(module, device, await result)
+
+
+def _answer(module: nn.Module, device: str, value: Any) -> Answer:
+    if value is module:
+        now = next((str(tensor.device) for tensor in _tensors(module)), device)
+        return Answer(Kind.ITSELF, now)
+    if isinstance(value, nn.Module) and not isinstance(value, StandIn):
+        return Answer(Kind.MODULE, RRef(value))
+    return Answer(Kind.VALUE, value if device == "cpu" else move(value, "cpu"))
+
+
+# -------------------------------------------------------------------------- parameters
+
+
+def list_parameters(
+    rref: RRef[nn.Module], recurse: bool
+) -> list[tuple[str, ParameterRef]]:
+    """References to all parameters, with their names."""
+    return list(refer_to_parameters(rref.local_value(), recurse).items())
+
+
+def refer_to_parameters(module: nn.Module, recurse: bool) -> dict[str, ParameterRef]:
+    """References to a module's parameters by name, wherever they are."""
+    found: dict[str, ParameterRef] = {}
+    seen: set[nn.Parameter] = set()
+    for path, part in module.named_modules() if recurse else [("", module)]:
+        prefix = f"{path}." if path else ""
+        if isinstance(part, StandIn):
+            for name, reference in part.remote_named_parameters(recurse).items():
+                found[prefix + name] = reference
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter not in seen:
+                seen.add(parameter)
+                found[prefix + name] = RRef(parameter)
+    return found
+
+
+def find_dtypes(rref: RRef[nn.Module]) -> set[torch.dtype]:
+    """The dtypes of all that the module is made of."""
+    return {tensor.dtype for tensor in _tensors(rref.local_value())}
+
+
+def change_dtypes(
+    rref: RRef[nn.Module], changes: Mapping[torch.dtype, torch.dtype]
+) -> None:
+    """Converts tensors of some dtypes to others."""
+    module: Any = rref.local_value()
+    module._apply(lambda tensor: tensor.to(changes[tensor.dtype]))
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        if not isinstance(part, StandIn):
+            yield from part.parameters(recurse=False)
+            yield from part.buffers(recurse=False)
+
+
+# ------------------------------------------------------------------------------- state
+
+
+def read_state(
+    rref: RRef[nn.Module], keep_vars: bool
+) -> tuple[dict[str, Any], Metadata]:
+    """The module's state and what torch notes about it: the versions of the classes."""
+    state = rref.local_value().state_dict(keep_vars=keep_vars)
+    return move(dict(state), "cpu"), dict(_metadata_of(state))
+
+
+def load_state(
+    rref: RRef[nn.Module],
+    prefix: str,
+    state: dict[str, Any],
+    metadata: Metadata | None,
+    is_current: bool,
+    assign: bool,
+) -> Loaded:
+    """Loads a part of a state into a module that is a part of another.
+
+    Args:
+        rref: The module.
+        prefix: What its names begin with.
+        state: All values whose names do.
+        metadata: What torch notes about a state, if that is known.
+        is_current: If not: whether the state was saved by classes such as these.
+        assign: As in torch.
+    """
+    module = rref.local_value()
+    if metadata is None and is_current:
+        saved = _metadata_of(module.state_dict())
+        metadata = {join(prefix, path): entry for path, entry in saved.items()}
+    # Put where it is in the whole, so that all names and texts are those of the whole.
+    whole: Any = module
+    for name in reversed(prefix.split(".")[:-1]):
+        part, whole = whole, nn.Module()
+        whole.add_module(name, part)
+    values: OrderedDict[str, Any] = OrderedDict(state)
+    if metadata is not None:
+        values._metadata = metadata  # type: ignore[attr-defined]
+    found: list[Any] = []
+    errors = []
+    hook = whole.register_load_state_dict_post_hook(lambda _, keys: found.append(keys))
+    try:
+        whole.load_state_dict(values, strict=False, assign=assign)
+    except RuntimeError as error:
+        # Torch has gone through all of it, and raises what it has collected.
+        title, _, text = str(error).partition(":\n\t")
+        if not title.startswith("Error(s) in loading state_dict"):
+            raise
+        errors.append(text)
+    finally:
+        hook.remove()
+    missing, unexpected = found[-1]
+    return Loaded(list(missing), list(unexpected), errors)
+
+
+def join(prefix: str, path: str) -> str:
+    """The path of a module that is part of another; as keys of torch's metadata."""
+    return prefix + path if path else prefix[:-1]
+
+
+def _metadata_of(state: Mapping[str, Any]) -> Metadata:
+    return cast(Metadata, state._metadata)  # type: ignore[attr-defined]

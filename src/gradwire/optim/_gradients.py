@@ -1,0 +1,62 @@
+"""Which gradients a request is about: those of a context, or ``.grad``.
+
+Between workers an int means the dictionary of a context, and None means ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gradwire.autograd import get_gradients
+from gradwire.autograd.extension import find_context
+from gradwire.errors import ContextReleased, UnknownContext
+
+__all__ = ["check_context", "drop_gradients", "find_gradients"]
+
+
+def check_context(context_id: int | None) -> int | None:
+    """On the trainer: what to ask owners for.
+
+    Raises:
+        UnknownContext: There is no such context here, or it is over.
+    """
+    if context_id is None:
+        return None
+    if not isinstance(context_id, int) or isinstance(context_id, bool):
+        raise TypeError(
+            "context_id must be what context() gave, an int, or None for .grad; found "
+            f"{type(context_id).__name__}"
+        )
+    side = find_context(int(context_id))
+    return None if side.into_grad else int(context_id)
+
+
+def find_gradients(
+    context_id: int | None, parameters: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """On the owner: the gradient of each parameter, None where there is none."""
+    if context_id is None:
+        return [parameter.grad for parameter in parameters]
+    try:
+        gradients = get_gradients(context_id)
+    except ContextReleased:
+        raise
+    except UnknownContext:
+        # The context had no need of this worker.
+        return [None] * len(parameters)
+    return [gradients.get(parameter) for parameter in parameters]
+
+
+def drop_gradients(context_id: int, parameters: Sequence[Tensor]) -> None:
+    """On the owner: forgets what a context has collected for parameters."""
+    try:
+        side = find_context(context_id)
+    except ContextReleased:
+        raise
+    except UnknownContext:
+        return
+    with side.lock:
+        for parameter in parameters:
+            side.gradients.pop(parameter, None)

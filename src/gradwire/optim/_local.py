@@ -1,0 +1,236 @@
+"""One owner's share of a distributed optimizer.
+
+The torch optimizer here does not work on the parameters but on stand-ins: tensors that
+share the memory and the version counter of a parameter, but have a ``.grad`` of their
+own. A step gives them the gradients of its context and takes them back afterwards.
+
+1. So ``.grad`` of the parameters is neither changed nor read by steps of a context.
+   Setting it aside during the step would not do: a backward of another trainer may add
+   to it at any time, and no lock of ours holds that up.
+2. A parameter without a gradient has a stand-in without one, which every optimizer of
+   torch leaves alone.
+3. Any optimizer class works; there is no need for functional versions of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.optim._closures import Evaluations
+from gradwire.optim._gradients import drop_gradients, find_gradients
+from gradwire.optim._locks import find_locks, hold
+from gradwire.optim._references import values_of
+from gradwire.rpc import RRef, get_worker_info
+
+__all__ = ["Changes", "Group", "LocalOptimizer", "make_local_optimizer"]
+
+Changes = dict[int, dict[str, Any]]
+"""New values of hyperparameters, by number of the group."""
+
+
+class Group(NamedTuple):
+    """Parameters of one group that live on one owner."""
+
+    rrefs: list[RRef[Tensor]]
+    options: dict[str, Any] | None
+    """None: the program gave a plain list and no groups."""
+
+
+def make_local_optimizer(
+    optimizer_class: type[torch.optim.Optimizer],
+    groups: list[Group],
+    others: list[RRef[LocalOptimizer]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[RRef[LocalOptimizer], dict[str, Any], list[dict[str, Any]]]:
+    """Makes an optimizer on this worker; also returns its hyperparameters.
+
+    Args:
+        optimizer_class: Class of the optimizer.
+        groups: Its parameters.
+        others: What else there is of the same distributed optimizer on this worker.
+        args: Arguments of the class.
+        kwargs: Likewise.
+    """
+    taken = [
+        parameter for other in others for parameter in other.local_value().parameters
+    ]
+    local = LocalOptimizer(optimizer_class, groups, taken, args, kwargs)
+    return RRef(local), local.defaults, local.hyperparameters()
+
+
+class LocalOptimizer:
+    """A torch optimizer for parameters of this worker; see `make_local_optimizer`.
+
+    Its methods are called by trainers, on any thread of the agent.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        groups: list[Group],
+        taken: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        values = [values_of(group.rrefs) for group in groups]
+        self.parameters = [parameter for group in values for parameter in group]
+        _refuse_twins([*taken, *self.parameters])
+        stand_ins = [[_stand_in(parameter) for parameter in group] for group in values]
+        self._stand_ins = [stand_in for group in stand_ins for stand_in in group]
+        given: list[Any] = [
+            {**(group.options or {}), "params": members}
+            for group, members in zip(groups, stand_ins, strict=True)
+        ]
+        if groups[0].options is None:
+            given = stand_ins[0]
+        self._optimizer = optimizer_class(given, *args, **kwargs)
+        self._locks = find_locks(values)
+        # Set by a step while it waits for the trainer, whose closure may call back.
+        self._is_evaluating = False
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Hyperparameters of groups that say nothing else."""
+        return self._optimizer.defaults
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of each group."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def step(
+        self,
+        context_id: int | None,
+        changes: Changes,
+        evaluations: RRef[Evaluations] | None = None,
+    ) -> int | None:
+        """One step.
+
+        Args:
+            context_id: Whose gradients to use; None: ``.grad``.
+            changes: Hyperparameters that have changed.
+            evaluations: The closure.
+
+        Returns:
+            The number of the evaluation whose loss the optimizer returned.
+        """
+        with self._exclusively():
+            self._apply(changes)
+            self._share_memory()
+            try:
+                self._take_gradients(context_id)
+                if evaluations is None:
+                    self._optimizer.step()
+                    return None
+                return self._step_with(evaluations, context_id)
+            finally:
+                self._clear()
+
+    def _step_with(
+        self, evaluations: RRef[Evaluations], context_id: int | None
+    ) -> int | None:
+        losses: list[Any] = []
+
+        def closure() -> Any:
+            self._is_evaluating = True
+            try:
+                losses.append(evaluations.rpc_sync(timeout=0).request())
+            finally:
+                self._is_evaluating = False
+            self._take_gradients(context_id)
+            return losses[-1]
+
+        returned = self._optimizer.step(closure)
+        numbers = (i for i, loss in enumerate(losses) if loss is returned)
+        return next(numbers, None)
+
+    def _take_gradients(self, context_id: int | None) -> None:
+        gradients = find_gradients(context_id, self.parameters)
+        for stand_in, gradient in zip(self._stand_ins, gradients, strict=True):
+            stand_in.grad = gradient
+
+    def _share_memory(self) -> None:
+        """Follows parameters that were given other memory, as ``module.to()`` does."""
+        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+            if stand_in.data_ptr() != parameter.data_ptr():
+                stand_in.data = parameter.detach()
+
+    def _clear(self) -> None:
+        """Ends a step; it may itself have given parameters other memory."""
+        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+            stand_in.grad = None
+            if stand_in.data_ptr() != parameter.data_ptr():
+                parameter.data = stand_in.detach()
+
+    def zero_grad(self, set_to_none: bool, context_id: int | None) -> None:
+        """Forgets gradients of a context; None: ``.grad``."""
+        if context_id is not None:
+            drop_gradients(context_id, self.parameters)
+            return
+        with self._exclusively():
+            for parameter in self.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif (gradient := parameter.grad) is not None:
+                    if gradient.grad_fn is not None:
+                        gradient.detach_()
+                    gradient.requires_grad_(False).zero_()
+
+    def state_dict(self, changes: Changes) -> dict[str, Any]:
+        """A copy of the optimizer's state dictionary."""
+        with self._exclusively():
+            self._apply(changes)
+            return copy.deepcopy(self._optimizer.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+        """Takes a state dictionary over; returns hyperparameters."""
+        with self._exclusively():
+            self._optimizer.load_state_dict(state_dict)
+            return self.hyperparameters()
+
+    def _apply(self, changes: Changes) -> None:
+        for number, values in changes.items():
+            self._optimizer.param_groups[number].update(values)
+
+    def _exclusively(self) -> AbstractContextManager[None]:
+        # While the closure of our own step is evaluated, that step holds the locks.
+        return contextlib.nullcontext() if self._is_evaluating else hold(self._locks)
+
+
+def _stand_in(parameter: Tensor) -> Tensor:
+    if not parameter.is_leaf:
+        raise ValueError(
+            f"can't optimize a non-leaf Tensor: a parameter of shape "
+            f"{tuple(parameter.shape)} on worker {get_worker_info().name!r} was computed "
+            "from others; pass a reference to the leaf itself"
+        )
+    shared = parameter.detach()
+    stand_in: Tensor
+    if isinstance(parameter, torch.nn.Parameter):
+        stand_in = torch.nn.Parameter(shared, requires_grad=parameter.requires_grad)
+    else:
+        stand_in = shared.requires_grad_(parameter.requires_grad)
+    stand_in.__dict__.update(vars(parameter))  # marks that some optimizers look for
+    return stand_in
+
+
+def _refuse_twins(parameters: Sequence[Tensor]) -> None:
+    seen: set[int] = set()
+    for parameter in parameters:
+        if id(parameter) in seen:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} on worker "
+                f"{get_worker_info().name!r} was given twice, by different references; "
+                "each may be given once"
+            )
+        seen.add(id(parameter))

@@ -1,0 +1,125 @@
+"""Asking several owners at once, and telling all that went wrong.
+
+Calls to owners are not part of the context around the program, though most are about it:
+a backward waits for all calls of its context, and one that a closure makes would wait
+for the very step that waits for the closure. Nor need an owner take part in a context
+only because it was asked whether it has gradients of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from gradwire.autograd._context import active_context
+from gradwire.errors import GradwireError
+from gradwire.rpc import Future
+
+__all__ = ["OwnersFailed", "ask_all", "combine", "outcome_of", "outside_context"]
+
+
+class OwnersFailed(GradwireError):
+    """Several owners of parameters failed at the same request.
+
+    It is also an instance of the class of the first of their errors, so that ``except``
+    finds it, and has the attributes of that one.
+
+    Attributes:
+        failures: The errors by name of the owner, in the order of the parameters.
+    """
+
+    failures: dict[str, Exception]
+
+    def __str__(self) -> str:
+        texts = [
+            f"on worker {name!r}: {type(error).__name__}: {error}"
+            for name, error in self.failures.items()
+        ]
+        return f"{len(texts)} owners failed\n\n" + "\n\n".join(texts)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return combine, (self.failures,)
+
+
+@contextlib.contextmanager
+def outside_context() -> Iterator[None]:
+    """Calls that are made inside belong to no context."""
+    token = active_context.set(None)
+    try:
+        yield
+    finally:
+        active_context.reset(token)
+
+
+def ask_all(calls: Iterable[tuple[str, Callable[[], Future[Any]]]]) -> list[Any]:
+    """Starts calls to owners, waits for all of them, and returns their results.
+
+    Args:
+        calls: For each the name of the owner, and what starts the call.
+
+    Raises:
+        OwnersFailed: More than one owner failed.
+        Exception: What failed on the only owner that did.
+    """
+    under_way = []
+    with outside_context():
+        for owner, start in calls:
+            try:
+                under_way.append((owner, start()))
+            except Exception as error:
+                never_sent: Future[Any] = Future()
+                never_sent.set_exception(error.with_traceback(None))
+                under_way.append((owner, never_sent))
+    results = []
+    failures: dict[str, Exception] = {}
+    while under_way:
+        owner, future = under_way.pop(0)
+        value, failure = outcome_of(future)
+        results.append(value)
+        if failure is not None:
+            # An owner is asked more than once if groups of parameters came later.
+            failures.setdefault(owner, failure)
+        del future, failure  # an error must not lead to itself: frames are expensive
+    if len(failures) > 1:
+        raise combine(failures)
+    while failures:
+        raise failures.popitem()[1]
+    return results
+
+
+def outcome_of(future: Future[Any]) -> tuple[Any, Exception | None]:
+    """Waits for a future; its error comes without the frames of the wait."""
+    try:
+        return future.wait(), None
+    except Exception as error:
+        return None, error.with_traceback(None)
+
+
+def combine(failures: dict[str, Exception]) -> OwnersFailed:
+    """One error for several."""
+    first = next(iter(failures.values()))
+    combined: Any
+    kind: Any = type(first)
+    try:
+        combined = copy.copy(first)
+        combined.__class__ = _class_for(kind)
+        # What it would be sent as alone is not what it is now.
+        facts = {k: v for k, v in vars(first).items() if not k.startswith("_gradwire")}
+        combined.__dict__.clear()
+        combined.__dict__.update(facts)
+    except Exception:  # it cannot be copied, or its class not be combined with ours
+        combined = OwnersFailed()
+    combined.failures = failures
+    return combined  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=64)
+def _class_for(first: Any) -> type[OwnersFailed]:
+    return type(
+        first.__name__,
+        (OwnersFailed, first),
+        {"__module__": first.__module__, "__qualname__": first.__qualname__},
+    )
