@@ -79,8 +79,9 @@ ITEMS = (
 NOTE = (
     "The reference's method adds two numbers. The optimizer step is timed alone, without "
     f"the pass before it. Parameter server: an MLP of {work.INPUTS}-{work.HIDDEN}-"
-    f"{work.CLASSES} on the server, batches of {work.BATCH}; two trainers at the same time, "
-    "each with its own context and optimizer; the time per step of both. Times are medians "
+    f"{work.CLASSES} whose parameters live on the server, batches of {work.BATCH}; two "
+    "trainers at the same time, each of which fetches the parameters, computes, runs "
+    "backward and lets its optimizer step; the time per step of both. Times are medians "
     "over all rounds; p99 is what 99 of 100 samples reach or better. The ratio is that of "
     "the medians, torch / gradwire; 'by round' is the median of the ratios of the rounds."
 )

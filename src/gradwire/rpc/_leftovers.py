@@ -17,7 +17,7 @@ __all__ = ["Leftovers"]
 
 _log = logging.getLogger("gradwire.rpc")
 
-_GATHER_S = 0.002  # entries are gathered for so long, to be worked off together
+_GATHER_S = 0.01  # entries are gathered for so long, to be worked off together
 _CLOSE_S = 5.0
 
 
