@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -1043,17 +1044,22 @@ def work_in_threads(seed: int, rank: int) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # threads overtake each other wherever they can
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     if errors:
         raise errors[0]
 
 
 def use_references(chance: random.Random) -> None:
     held: list[tuple[RRef[Any], int]] = []
-    for number in range(40):
+    for number in range(30):
         to = chance.choice(ALL)
         if len(held) < 2 or chance.random() < 0.3:
             if chance.random() < 0.7:
@@ -1061,7 +1067,7 @@ def use_references(chance: random.Random) -> None:
             else:
                 held.append((RRef(number), number))
         rref, value = chance.choice(held)
-        what = chance.randrange(5)
+        what = chance.randrange(6)
         if what == 0:
             ways = chance.choices(ALL, k=2)
             assert rpc.rpc_sync(to, fn.pass_around, args=(rref, *ways)) == value
@@ -1071,6 +1077,12 @@ def use_references(chance: random.Random) -> None:
             held.append((rpc.remote(to, fn.fetch, args=(rref,)), value))
         elif what == 3:
             assert rref.to_here() == value
+        elif what == 4:
+            made = rpc.remote(to, fn.wait_a_bit, args=(number,))
+            at_home = rpc.rpc_async(to, fn.local, args=(made,))
+            assert rpc.rpc_sync(chance.choice(ALL), fn.fetch, args=(made,)) == number
+            del made
+            assert at_home.wait() == number
         else:
             held.pop(chance.randrange(len(held)))
         while len(held) > 5:

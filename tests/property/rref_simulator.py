@@ -75,7 +75,7 @@ class Setting:
     overtaking: bool = False
     breaking: bool = False
     dying: bool = False
-    num_steps: int = 100
+    num_steps: int = 120
 
 
 class Failed(AssertionError):
@@ -804,7 +804,7 @@ def _step(simulation: Simulation, chance: random.Random, slow: set[object]) -> N
         things.append((3, lambda: simulation.decode(rank, number, unread_from)))
     if len(worker.handles) < MAX_HANDLES:
         to = chance.choice(alive)
-        kind = chance.choice(("remote", "remote", "send", "send", "fetch"))
+        kind = chance.choice(("remote", "send", "fetch"))
         things += [
             (1, lambda: simulation.share(rank)),
             (4, lambda: simulation.begin(rank, to, kind, picks)),

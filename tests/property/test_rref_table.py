@@ -30,8 +30,8 @@ from property.rref_simulator import MAX_HANDLES, Failed, Setting, Simulation, si
 
 Method: TypeAlias = Callable[..., Any]
 
-NUM_RUNS = int(os.environ.get("GRADWIRE_RREF_RUNS", "250"))
-MAX_EXAMPLES = max(40, NUM_RUNS // 5)
+NUM_RUNS = int(os.environ.get("GRADWIRE_RREF_RUNS", "150"))
+MAX_EXAMPLES = max(25, NUM_RUNS // 6)
 
 SETTINGS = {
     "two workers": Setting(num_workers=2),
@@ -66,7 +66,7 @@ def test_references_end_neither_too_early_nor_never(name):
     for seed in seeds():
         seen += simulate(seed, SETTINGS[name]).seen
 
-    if len(seeds()) >= 200:
+    if len(seeds()) >= 150:
         assert [s for s in SITUATIONS.get(name, []) if not seen[s]] == []
 
 

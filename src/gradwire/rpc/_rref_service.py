@@ -396,6 +396,7 @@ class RefService(Interceptor):
                     self._remove_fork(item.rref, item.fork)
                 else:
                     instructions += self._table.on_arrived(item.fork)
+            self._forget(instructions)
         self._perform(instructions)
 
     def _settle_unseen(self, header: bytes) -> None:
@@ -486,9 +487,9 @@ class RefService(Interceptor):
             with self._lock:
                 freed = self._remove_fork(rref, fork)
                 owned = self._owned.get(rref)
-                if is_given_up and freed is None and not (owned and owned.is_begun):
-                    # The call that makes it has not come, and must not be run for it.
-                    unmade = owned
+                if is_given_up:
+                    if freed is None and not (owned and owned.is_begun):
+                        unmade = owned  # the call that makes it has not come
                     self._bury(rref)
             _give_up(unmade)  # others may wait for it
             del freed, owned  # the value may die here, outside of the lock
@@ -561,7 +562,7 @@ class RefService(Interceptor):
         """
         if self._table.remove_fork(rref, fork):
             owned = self._owned.get(rref)
-            if owned is not None and owned.is_begun:
+            if owned is not None and (owned.is_begun or owned.outcome.done):
                 return self._owned.pop(rref)
         return None
 
@@ -754,6 +755,7 @@ class _CallScope(Scope):
 def _give_up(owned: Owned | None) -> None:
     """Nobody refers to a value any more; if it was never made, nobody will make it."""
     if owned is not None and not owned.outcome.done:
+        owned.is_begun = True  # nobody will make it any more
         owned.settle(
             None,
             OwnerLost("nobody refers to this value any more, and it was never made"),
