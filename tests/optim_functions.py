@@ -403,7 +403,9 @@ def fail_in_step() -> None:
 
 def check_nothing_stays() -> None:
     """No references and no contexts on any worker, now or soon."""
-    if what_stays():
+    try:
+        probes.wait_until(lambda: not what_stays(), "nothing is left here", 0.1)
+    except AssertionError:
         gc.collect()  # errors have tracebacks, and these have frames
     for name in ("w0", "w1", "w2", "w3"):
         probes.wait_until(
