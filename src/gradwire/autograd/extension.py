@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gradwire.autograd._api import current_exchange
 from gradwire.autograd._context import Side, active_context
 from gradwire.autograd._cuts import set_implicit
@@ -10,6 +13,7 @@ __all__ = [
     "current_context",
     "find_context",
     "open_context",
+    "outside_context",
     "release_context",
     "set_implicit",
 ]
@@ -39,6 +43,16 @@ def current_context() -> int | None:
     """The id of the context around this code."""
     name = active_context.get()
     return None if name is None else name.key
+
+
+@contextmanager
+def outside_context() -> Iterator[None]:
+    """Calls that are made inside belong to no context."""
+    token = active_context.set(None)
+    try:
+        yield
+    finally:
+        active_context.reset(token)
 
 
 def find_context(context_id: int) -> Side:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.autograd.extension import outside_context
 from gradwire.errors import UsageError
-from gradwire.optim._owners import outcome_of, outside_context
+from gradwire.optim._owners import outcome_of
 from gradwire.rpc import Future, functions
 
 __all__ = ["Evaluations", "decides_itself", "evaluate", "needs_closure"]

@@ -8,17 +8,16 @@ only because it was asked whether it has gradients of it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from gradwire.autograd._context import active_context
+from gradwire.autograd.extension import outside_context
 from gradwire.errors import GradwireError
 from gradwire.rpc import Future
 
-__all__ = ["OwnersFailed", "ask_all", "combine", "outcome_of", "outside_context"]
+__all__ = ["OwnersFailed", "ask_all", "combine", "outcome_of"]
 
 
 class OwnersFailed(GradwireError):
@@ -42,16 +41,6 @@ class OwnersFailed(GradwireError):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return combine, (self.failures,)
-
-
-@contextlib.contextmanager
-def outside_context() -> Iterator[None]:
-    """Calls that are made inside belong to no context."""
-    token = active_context.set(None)
-    try:
-        yield
-    finally:
-        active_context.reset(token)
 
 
 def ask_all(calls: Iterable[tuple[str, Callable[[], Future[Any]]]]) -> list[Any]:
