@@ -29,7 +29,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 import torch
 
@@ -313,7 +312,9 @@ class StreamConnection(Connection):
         """Makes one part of the small ones at the queue's begin: each costs a little."""
         queue = self._queue
         small = []
-        for part in islice(queue, _PARTS_PER_WRITE):
+        # By index: other threads append meanwhile, which an iterator does not survive.
+        for index in range(min(len(queue), _PARTS_PER_WRITE)):
+            part = queue[index]
             if type(part) is not bytes or len(part) > _JOIN_BYTES:
                 break
             small.append(part)
@@ -331,7 +332,8 @@ class StreamConnection(Connection):
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
             return map(self._sock.sendmsg, ([first.view],), (ancillary,))
         batch: list[bytes | memoryview] = []
-        for part in islice(self._queue, _PARTS_PER_WRITE):
+        for index in range(min(len(self._queue), _PARTS_PER_WRITE)):
+            part = self._queue[index]
             if type(part) is _Offer and part.descriptor is not None:
                 break
             batch.append(part if isinstance(part, (bytes, memoryview)) else part.view)

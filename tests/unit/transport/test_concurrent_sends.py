@@ -1,0 +1,54 @@
+"""Many threads send at once; the interpreter switches between them all the time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from gradwire.transport import Limits
+from gradwire.transport._inproc import channel_pair
+
+NUM_THREADS, NUM_FRAMES = 4, 2000
+
+
+@pytest.fixture
+def _restless():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_restless")
+def test_frames_of_many_threads_all_arrive():
+    ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
+    problems: list[BaseException] = []
+
+    def send(number: int) -> None:
+        try:
+            for frame in range(NUM_FRAMES):
+                ours.send(b"%d %d" % (number, frame), hold=frame % 3 != 0)
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=send, args=(n,)) for n in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    received: list[bytes] = []
+    while any(thread.is_alive() for thread in threads):
+        received += [frame.head for frame in theirs.receive()]
+    for thread in threads:
+        thread.join()
+    ours.flush()
+    while frames := theirs.receive():
+        received += [frame.head for frame in frames]
+        ours.flush()
+    ours.close()
+    theirs.close()
+
+    assert problems == []
+    for number in range(NUM_THREADS):
+        mine = [head for head in received if head.startswith(b"%d " % number)]
+        assert mine == [b"%d %d" % (number, frame) for frame in range(NUM_FRAMES)]
