@@ -10,7 +10,7 @@ import pytest
 from gradwire.transport import Limits
 from gradwire.transport._inproc import channel_pair
 
-NUM_THREADS, NUM_FRAMES = 4, 2000
+NUM_THREADS, NUM_FRAMES = 4, 20_000
 
 
 @pytest.fixture
