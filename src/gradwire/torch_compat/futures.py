@@ -1,0 +1,96 @@
+"""Futures as programs for torch know them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from gradwire.rpc import Future
+from gradwire.torch_compat._errors import as_torch_error, torch_errors
+
+__all__ = ["TorchFuture", "adopt", "wait_all"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class TorchFuture(Future[T], Generic[T]):
+    """A future whose errors are of the types that torch raises."""
+
+    def wait(self, timeout: float | None = None) -> T:
+        """As `gradwire.rpc.Future.wait`."""
+        with torch_errors():
+            return super().wait(timeout)
+
+    def value(self) -> T:
+        """As `gradwire.rpc.Future.value`."""
+        with torch_errors():
+            return super().value()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> TorchFuture[S]:
+        """As `gradwire.rpc.Future.then`; an error of the callback is a RuntimeError."""
+        if not callable(callback):
+            raise TypeError(
+                "then(): incompatible function arguments. Expected a callable, found "
+                f"{type(callback).__name__}"
+            )
+
+        def run(parent: Future[T]) -> S:
+            try:
+                return callback(parent)
+            except RuntimeError:
+                raise
+            except Exception as error:
+                # Torch keeps no other type here.
+                raise _as_runtime_error(error) from error
+
+        return adopt(super().then(run))
+
+
+def adopt(future: Future[T]) -> TorchFuture[T]:
+    """The same future, as torch's programs know it."""
+    future.__class__ = TorchFuture
+    return future  # type: ignore[return-value]
+
+
+def _as_runtime_error(error: Exception) -> BaseException:
+    translated = as_torch_error(error)
+    if isinstance(translated, RuntimeError):
+        return translated
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+    """Waits for all futures and returns their values; ends at the first error.
+
+    Torch's own function sees an error of our futures only when all others are done.
+    """
+    # One of ours: a handler that waits for it is known to wait.
+    settled: Future[None] = Future()
+    failed: list[torch.futures.Future[Any]] = []
+    lock = threading.Lock()
+    left = len(futures)
+
+    def note(future: torch.futures.Future[Any]) -> None:
+        nonlocal left
+        try:
+            future.value()
+        except Exception:
+            with lock:
+                failed.append(future)
+        with lock:
+            left -= 1
+            if settled.done() or (left and not failed):
+                return
+            settled.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(note)
+    if futures:
+        settled.wait()
+    if failed:
+        failed[0].wait()
+    return [future.wait() for future in futures]
