@@ -190,7 +190,6 @@ def time_out(function, *args, limit_s=SHORT_S):
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tcp"])
 def call_before_there_is_a_connection():
     """The deadlines pass at all points of the handshake."""
     for number in range(1, 40):
@@ -208,6 +207,7 @@ def test_deadline_that_passes_while_connecting_does_not_lose_the_worker(make_clu
     assert cluster.run(0, call_before_there_is_a_connection) == 2
 
 
+@pytest.mark.parametrize("scheme", ["unix", "tcp"])
 def test_request_whose_deadline_has_passed_is_not_run(make_cluster, scheme):
     cluster = make_cluster(
         2,
