@@ -359,8 +359,13 @@ class Agent:
         """Packs objects of the layers above that go to a peer."""
         return PeerPacker(self._packs, peer)
 
-    def unpack(self, peer: Peer, packed: Any) -> Any:
-        """The object that a peer has packed."""
+    def unpacker(self, peer: Peer) -> Callable[[Any], Any]:
+        """What makes objects of what a peer has packed."""
+        if peer.unpack is None:
+            peer.unpack = functools.partial(self._unpack, peer)
+        return peer.unpack
+
+    def _unpack(self, peer: Peer, packed: Any) -> Any:
         name, content = packed
         return self._unpacks[name](content, peer)
 
@@ -462,16 +467,11 @@ class Agent:
             return
         if in_turn and turn is not None:
             call_for_help()
-            link.read_in_turn(
-                turn, lambda: outcome.done, limit, unless_under_way=unless_under_way
-            )
+            link.read_in_turn(turn, outcome, limit, unless_under_way=unless_under_way)
         else:
             about_to_block()
             link.read_as_caller(
-                lambda: outcome.done,
-                limit,
-                peer.calls,
-                unless_under_way=unless_under_way,
+                outcome, limit, peer.calls, unless_under_way=unless_under_way
             )
 
     def _wait_for_others(
@@ -584,10 +584,7 @@ class Agent:
         """The value or the error that an answer carries."""
         try:
             value, tensors = decode_value(
-                message,
-                frame.head,
-                frame.buffers,
-                functools.partial(self.unpack, peer),
+                message, frame.head, frame.buffers, self.unpacker(peer)
             )
             if type(message) is not Reply:
                 return None, rebuild(value)

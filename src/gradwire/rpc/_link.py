@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol
 
 from gradwire.errors import ProtocolError
+from gradwire.rpc._future import Outcome
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import SpinGauge, readiness
@@ -227,7 +228,7 @@ class Link:
 
     def read_as_caller(
         self,
-        is_done: Callable[[], bool],
+        outcome: Outcome,
         deadline: float,
         calls: Sized,
         *,
@@ -241,7 +242,7 @@ class Link:
         thread reads; the caller then has to wait in some other way.
 
         Args:
-            is_done: Whether the caller need not wait any more.
+            outcome: What the caller waits for.
             deadline: When to stop in any case, 0 for never.
             calls: The calls that are in flight on this link.
             unless_under_way: What is waited for may have been read already, and be on
@@ -257,7 +258,7 @@ class Link:
         before = current_turn()
         set_turn(turn)
         try:
-            self._read_until(turn, is_done, deadline)
+            self._read_until(turn, outcome, deadline)
         finally:
             set_turn(before)
             # A caller that calls again and again waits for its next answer in a moment:
@@ -273,7 +274,7 @@ class Link:
     def read_in_turn(
         self,
         turn: Turn,
-        is_done: Callable[[], bool],
+        outcome: Outcome,
         deadline: float,
         *,
         unless_under_way: bool = False,
@@ -289,14 +290,12 @@ class Link:
                 return
             turn.serving_since = 0.0
         try:
-            self._read_until(turn, is_done, deadline)
+            self._read_until(turn, outcome, deadline)
         finally:
             turn.serving_since = time.monotonic()
 
-    def _read_until(
-        self, turn: Turn, is_done: Callable[[], bool], deadline: float
-    ) -> None:
-        while not is_done():
+    def _read_until(self, turn: Turn, outcome: Outcome, deadline: float) -> None:
+        while not outcome.done:
             interruptible(self._wait, deadline)
             frames = self._receive()
             if frames:

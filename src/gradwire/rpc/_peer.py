@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from gradwire._ids import WorkerInfo
 from gradwire.errors import ClosedError, PeerLostError
@@ -28,6 +30,7 @@ class Peer:
         self.record = record
         self.calls = CallTable(max_inflight_bytes)
         self.is_dialing = False
+        self.unpack: Callable[[Any], Any] | None = None  # see `Agent.unpacker`
         # Guards `link`, `fate` and `is_dialing`; callers that connect, threads that
         # accept, and whoever notices the end.
         self.changed = threading.Condition()

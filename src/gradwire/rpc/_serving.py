@@ -115,7 +115,7 @@ class Server:
             return
         try:
             value, tensors = decode_value(
-                call, frame.head, frame.buffers, functools.partial(agent.unpack, peer)
+                call, frame.head, frame.buffers, agent.unpacker(peer)
             )
             function, args, kwargs = self._unpack(call, value)
             del value

@@ -45,7 +45,11 @@ class _Shield:
         self._hook = self._on_signal
         # Never emptied: should the hook be left in place, it still finds the handler.
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._hooked: list[int] = []
+        self._hooked: tuple[int, ...] = ()
+        # What was found the last time, and which of that have handlers in Python: from one
+        # call to the next it rarely changes.
+        self._found: tuple[Any, ...] = ()
+        self._with_handlers: tuple[int, ...] = ()
         self._put_off: list[int] = []
 
     def __enter__(self) -> None:
@@ -53,16 +57,27 @@ class _Shield:
         if self._depth > 1:
             return
         try:
-            for number in _SIGNALS:
-                handler = _signal.getsignal(number)
-                if callable(handler):
-                    self._hooked.append(number)
-                    if handler is not self._hook:
-                        self._handlers[number] = handler
-                        _signal.signal(number, self._hook)
+            found = tuple(map(_signal.getsignal, _SIGNALS))
+            if found != self._found:
+                self._look_at(found)
+            self._hooked = self._with_handlers
+            for number in self._with_handlers:
+                _signal.signal(number, self._hook)
         except BaseException:  # a handler that raised before it was put off
             self._lower()
             raise
+
+    def _look_at(self, found: tuple[Any, ...]) -> None:
+        for number, handler in zip(_SIGNALS, found, strict=True):
+            # The hook itself is found if an interrupt kept it from being taken away.
+            if callable(handler) and handler != self._hook:
+                self._handlers[number] = handler
+        self._with_handlers = tuple(
+            number
+            for number, handler in zip(_SIGNALS, found, strict=True)
+            if callable(handler)
+        )
+        self._found = found
 
     def __exit__(self, *error: object) -> None:
         if self._depth > 1:
@@ -75,7 +90,7 @@ class _Shield:
         # raises below, nothing is left broken.
         self._depth = 0
         put_off, self._put_off = self._put_off, []
-        hooked, self._hooked = self._hooked, []
+        hooked, self._hooked = self._hooked, ()
         for number in hooked:
             _signal.signal(number, self._handlers[number])
         for number in put_off:

@@ -13,6 +13,7 @@ __all__ = ["SpinGauge", "readiness"]
 
 _LONGEST_SPIN_S = 2e-3
 _CROWDED_SPIN_S = 100e-6
+_LOOK_EVERY = 8
 _CROWDED = 0.1  # share of one core that other threads of the process use
 _PREEMPTED_S = 500e-6
 _FEWEST_SKIPPED, _MOST_SKIPPED = 8, 512
@@ -72,10 +73,19 @@ class SpinGauge:
     # taking it and the try that gives it back, and if two spin for once, nothing happens.
     _is_taken = False
 
-    __slots__ = ("_last", "_penalty", "_skip", "_typical_s")
+    __slots__ = (
+        "_last",
+        "_longest_s",
+        "_num_spins",
+        "_penalty",
+        "_skip",
+        "_typical_s",
+    )
 
     def __init__(self) -> None:
         self._typical_s = 0.0
+        self._longest_s = _LONGEST_SPIN_S
+        self._num_spins = 0
         self._last = _Clocks(0, 0.0, 0.0, 0.0)
         self._penalty = _FEWEST_SKIPPED
         self._skip = 0 if (os.cpu_count() or 1) > 1 else 1 << 62
@@ -93,12 +103,13 @@ class SpinGauge:
             return False
         if self._typical_s > _LONGEST_SPIN_S or SpinGauge._is_taken:
             return False
-        clocks = _Clocks.now()
-        longest = (
-            _CROWDED_SPIN_S if clocks.is_crowd_since(self._last) else _LONGEST_SPIN_S
-        )
-        self._last = clocks
-        limit = min(2 * self._typical_s + 50e-6, longest)
+        self._num_spins += 1
+        if self._num_spins % _LOOK_EVERY == 0:  # clocks of processes are system calls
+            clocks = _Clocks.now()
+            is_crowd = clocks.is_crowd_since(self._last)
+            self._longest_s = _CROWDED_SPIN_S if is_crowd else _LONGEST_SPIN_S
+            self._last = clocks
+        limit = min(2 * self._typical_s + 50e-6, self._longest_s)
         SpinGauge._is_taken = True
         try:
             start = last = time.perf_counter()
