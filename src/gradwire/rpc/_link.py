@@ -263,10 +263,12 @@ class Link:
             set_turn(before)
             # A caller that calls again and again waits for its next answer in a moment:
             # arming the link in between would only cost, or wake a thread to fight with.
+            # (Not so a handler: when it is over, the next request comes.)
             now = time.perf_counter()
             is_rapid = now - self._last_called < LOOK_S / 2
             self._last_called = now
             later = (is_rapid or len(calls) > 0) and not self._num_waiting
+            later = later and not self._pool.is_pool_thread
             self.end_turn(turn, later=later)
             if later:
                 self._owner.turn_begins()
