@@ -46,6 +46,7 @@ from gradwire.autograd._torch_private import (
     TaskWatch,
     current_task,
     has_tangent,
+    is_anything_special,
 )
 from gradwire.errors import EncodeError
 from gradwire.rpc.extension import (
@@ -97,6 +98,18 @@ class Recorder(Interceptor):
     ) -> Note | None:
         """See `Interceptor`."""
         exchange = self.exchange
+        name = active_context.get()
+        if (
+            name is None
+            and is_grad_enabled
+            and not is_anything_special()
+            and not is_cut_outside_context(label)
+        ):
+            for tensor in tensors:
+                if tensor.requires_grad:
+                    break
+            else:
+                return None  # as most calls are, and that should cost nothing
         if has_tangent(tensors):
             raise EncodeError(
                 "forward-mode differentiation does not go through calls: a tensor in the "
@@ -104,7 +117,6 @@ class Recorder(Interceptor):
                 "torch.autograd.forward_ad.unpack_dual(tensor).primal"
             )
         tracked = _tracked(tensors, of_modules) if is_grad_enabled else {}
-        name = active_context.get()
         side = exchange.registry.find(name) if name is not None else None
         autocast = autocast_state()
         if side is None and is_grad_enabled and is_cut_outside_context(label):
@@ -223,13 +235,13 @@ class Recorder(Interceptor):
     ) -> Scope:
         """See `Interceptor`."""
         exchange = self.exchange
-        call: CallHeader | None = None
-        if header is not None:
-            call = decode_header(CallHeader, header)
-        if call is None or call.key is None:
+        if header is None:
+            return _PlainScope(exchange, peer, call_id, label)
+        call: CallHeader = decode_header(CallHeader, header)
+        if call.key is None:
             name = ContextName(key_of_call(peer.info.id, call_id), peer.incarnation)
             scope = _CallScope(exchange, peer, name, label, call)
-            if call is not None and call.flags & MESSAGE_HAS_HISTORY:
+            if call.flags & MESSAGE_HAS_HISTORY:
                 scope.side = exchange.registry.add_call(
                     name, call_label(label, peer.info.name), is_caller=False
                 )
@@ -245,7 +257,7 @@ class Recorder(Interceptor):
             side.into_grad = into_grad
             with side.lock:
                 side.join(peer.info.id, call.after, call.consumed)
-        if call is not None and call.flags & MESSAGE_HAS_HISTORY and scope.side:
+        if call.flags & MESSAGE_HAS_HISTORY and scope.side:
             answers = scope.side.record_recv(
                 peer.info.id, call.message, call.after, tracked, is_request=True
             )
@@ -339,6 +351,38 @@ class _CallNote(Note):
             self._exchange.releases.end(side)
         elif not was_sent and self.event >= 0:
             self._exchange.mark_dead(side, self.event)
+
+
+class _PlainScope(Scope):
+    """A call that came without a history, and will mostly go without one."""
+
+    __slots__ = ("_call_id", "_exchange", "_label", "_peer", "_scope")
+
+    def __init__(
+        self, exchange: Exchange, peer: Peer, call_id: int, label: str
+    ) -> None:
+        self._exchange = exchange
+        self._peer = peer
+        self._call_id = call_id
+        self._label = label
+        self._scope: _CallScope | None = None
+
+    def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
+        """See `Scope`."""
+        for tensor in tensors:
+            if tensor.requires_grad:
+                break
+        else:
+            return NOTHING
+        peer = self._peer
+        name = ContextName(key_of_call(peer.info.id, self._call_id), peer.incarnation)
+        self._scope = _CallScope(self._exchange, peer, name, self._label, None)
+        return self._scope.sending_reply(tensors, of_modules)
+
+    def failed(self, error: BaseException | None = None) -> None:
+        """See `Scope`."""
+        if self._scope is not None:
+            self._scope.failed(error)
 
 
 class _CallScope(Scope):

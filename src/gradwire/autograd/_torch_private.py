@@ -20,6 +20,7 @@ __all__ = [
     "any_autocast",
     "current_task",
     "has_tangent",
+    "is_anything_special",
     "is_into_grad",
     "keeps_graph",
     "queue_callback",
@@ -96,6 +97,11 @@ def has_tangent(tensors: Sequence[torch.Tensor]) -> bool:
     if _forward_ad._current_level < 0:
         return False
     return any(_forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def is_anything_special() -> bool:
+    """Whether autocast or forward-mode differentiation is on."""
+    return any_autocast() or _forward_ad._current_level >= 0
 
 
 class TaskWatch:

@@ -174,7 +174,7 @@ class Agent:
             with shielded():
                 call = self._start_call(to, function, args, kwargs, timeout, False)
                 try:
-                    self._await(call, None)
+                    self._await_shielded(call, None)
                 except BaseException:  # a signal handler raised: nobody waits any more
                     self._give_up(call)
                     raise
@@ -405,21 +405,24 @@ class Agent:
         Returns:
             False if ``timeout_s`` came first. The call's own deadline finishes it.
         """
+        with shielded():
+            return self._await_shielded(call, timeout_s)
+
+    def _await_shielded(self, call: PendingCall, timeout_s: float | None) -> bool:
         link = call.link
         peer = self.network.peer_of(link)
         limit = call.deadline
         if timeout_s is not None:
             own_limit = time.monotonic() + timeout_s
             limit = min(limit, own_limit) if limit else own_limit
-        with shielded():
-            if peer is not None and not call.done:
-                self._read_until(link, peer, call, limit)
-            if not call.done:
-                link.waits_elsewhere(+1)
-                try:
-                    self._wait_for_others(call, peer, limit)
-                finally:
-                    link.waits_elsewhere(-1)
+        if peer is not None and not call.done:
+            self._read_until(link, peer, call, limit)
+        if not call.done:
+            link.waits_elsewhere(+1)
+            try:
+                self._wait_for_others(call, peer, limit)
+            finally:
+                link.waits_elsewhere(-1)
         return call.done
 
     def wait_for(self, outcome: Outcome, peer: Peer, limit: float = 0.0) -> bool:
