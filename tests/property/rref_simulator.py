@@ -38,14 +38,8 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.rpc._interceptors import Note, Scope
-from gradwire.rpc._rref_service import (
-    Deleted,
-    Handle,
-    Owned,
-    Packed,
-    RefService,
-    User,
-)
+from gradwire.rpc._rref_parts import Deleted, Handle, Owned, Packed, User
+from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.wire import Outgoing, decode_control
 

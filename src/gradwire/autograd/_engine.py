@@ -10,6 +10,7 @@ Where the gradients of leaves go is the pass's destination:
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -176,12 +177,8 @@ def accumulate(
 
 def _shared(gradients: Sequence[Tensor]) -> set[int]:
     """Memory that several gradients have in common."""
-    seen: set[int] = set()
-    return {
-        memory
-        for memory in map(_memory_of, gradients)
-        if memory in seen or seen.add(memory)  # type: ignore[func-returns-value]
-    }
+    counts = Counter(map(_memory_of, gradients))
+    return {memory for memory, count in counts.items() if count > 1}
 
 
 def _memory_of(gradient: Tensor) -> int:

@@ -18,8 +18,8 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,10 +35,11 @@ from gradwire.errors import (
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
-from gradwire.rpc._interceptors import Interceptor, Note, registered_interceptors
+from gradwire.rpc._interceptors import Note, registered_interceptors
 from gradwire.rpc._link import Link
 from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._network import Network, usable_schemes
+from gradwire.rpc._packing import Packing
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
@@ -87,8 +88,6 @@ _CLOSE_S = 5.0
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
 _CALL_KIND = kind_of(Call)
 
-_Packs: TypeAlias = dict[type, tuple[Interceptor, Callable[[Any, Peer], Any]]]
-
 
 class Agent:
     """One worker.
@@ -130,12 +129,7 @@ class Agent:
             for interceptor in self.interceptors
             for message, handler in interceptor.requests.items()
         }
-        self._packs = {
-            kind: (interceptor, pack)
-            for interceptor in self.interceptors
-            for kind, pack in interceptor.packs.items()
-        }
-        self._unpacks = {i.name: i.unpack for i in self.interceptors}
+        self.packing = Packing(self.interceptors)
         self._request_kinds = {_CALL_KIND, *map(kind_of, self._requests)}
         self._server = Server(self, self.interceptors)
         self._monitor = Monitor(name, self._tick)
@@ -328,7 +322,7 @@ class Agent:
         if label.startswith(INTERNAL_PREFIX) or not self.interceptors:
             return encode(message, value)
         is_grad_enabled = torch.is_grad_enabled()
-        packer = PeerPacker(self._packs, peer)
+        packer = self.packing.packer(peer)
 
         def add_headers(
             tensors: list[torch.Tensor], of_modules: set[int]
@@ -352,27 +346,8 @@ class Agent:
         try:
             return encode(message, value, add_headers, packer)
         except BaseException as error:
-            self.discard(error)
+            self.packing.discard(error)
             raise
-
-    def packer(self, peer: Peer) -> PeerPacker:
-        """Packs objects of the layers above that go to a peer."""
-        return PeerPacker(self._packs, peer)
-
-    def unpacker(self, peer: Peer) -> Callable[[Any], Any]:
-        """What makes objects of what a peer has packed."""
-        if peer.unpack is None:
-            peer.unpack = functools.partial(self._unpack, peer)
-        return peer.unpack
-
-    def _unpack(self, peer: Peer, packed: Any) -> Any:
-        name, content = packed
-        return self._unpacks[name](content, peer)
-
-    def discard(self, error: BaseException) -> None:
-        """See `Interceptor.discarded`."""
-        for interceptor in self.interceptors:
-            interceptor.discarded(error)
 
     def send(self, peer: Peer, outgoing: Outgoing) -> None:
         """Sends a one-way message; never blocks. The memory of tensors is kept alive.
@@ -587,7 +562,7 @@ class Agent:
         """The value or the error that an answer carries."""
         try:
             value, tensors = decode_value(
-                message, frame.head, frame.buffers, self.unpacker(peer)
+                message, frame.head, frame.buffers, self.packing.unpacker(peer)
             )
             if type(message) is not Reply:
                 return None, rebuild(value)
@@ -601,7 +576,7 @@ class Agent:
                         peer, call.id, call.target, note, header, tracked
                     )
         except Exception as problem:
-            self.discard(problem)
+            self.packing.discard(problem)
             self._drop_answer(peer, message)
             return None, problem
         return value, None
@@ -807,29 +782,6 @@ class Agent:
                 ", ".join(stuck[:8]),
             )
         return stuck
-
-
-class PeerPacker:
-    """A `gradwire.wire.Packer` for one message; notes whose objects it has packed."""
-
-    __slots__ = ("_packs", "_peer", "used")
-
-    def __init__(self, packs: _Packs, peer: Peer) -> None:
-        self._packs = packs
-        self._peer = peer
-        self.used: list[Interceptor] = []
-
-    @property
-    def types(self) -> Collection[type]:
-        """See `Packer`."""
-        return self._packs
-
-    def pack(self, obj: Any) -> Any:
-        """See `Packer`."""
-        interceptor, pack = self._packs[type(obj)]
-        if interceptor not in self.used:
-            self.used.append(interceptor)
-        return interceptor.name, pack(obj, self._peer)
 
 
 def _as_tuple(args: object) -> tuple[Any, ...]:

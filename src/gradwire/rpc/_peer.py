@@ -30,7 +30,7 @@ class Peer:
         self.record = record
         self.calls = CallTable(max_inflight_bytes)
         self.is_dialing = False
-        self.unpack: Callable[[Any], Any] | None = None  # see `Agent.unpacker`
+        self.unpack: Callable[[Any], Any] | None = None  # see `Packing`
         # Guards `link`, `fate` and `is_dialing`; callers that connect, threads that
         # accept, and whoever notices the end.
         self.changed = threading.Condition()

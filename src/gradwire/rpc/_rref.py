@@ -20,7 +20,8 @@ from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._future import Future, Later
 from gradwire.rpc._interceptors import register_interceptor
 from gradwire.rpc._remote_exceptions import describe, rebuild
-from gradwire.rpc._rref_service import Creation, Handle, Owned, RefService, User
+from gradwire.rpc._rref_parts import Creation, Handle, Owned, User
+from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.wire import name_of, resolve

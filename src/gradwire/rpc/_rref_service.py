@@ -11,15 +11,26 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from torch import Tensor
 
 from gradwire._ids import WorkerInfo
 from gradwire.errors import GradwireError, OwnerLost, PeerLostError, UsageError
-from gradwire.rpc._future import Outcome
 from gradwire.rpc._interceptors import Addition, Interceptor, Note, Scope
 from gradwire.rpc._leftovers import Leftovers
 from gradwire.rpc._remote_exceptions import describe, rebuild
+from gradwire.rpc._rref_parts import (
+    Arrived,
+    Creation,
+    Deleted,
+    Forked,
+    ForkRequest,
+    Handle,
+    Owned,
+    Packed,
+    User,
+    decode_header,
+    encode_header,
+)
 from gradwire.rpc._rref_table import (
     AskFork,
     Instruction,
@@ -30,140 +41,17 @@ from gradwire.rpc._rref_table import (
     TellForked,
 )
 from gradwire.rpc._turn import about_to_block
-from gradwire.wire import Message, encode, register_message
+from gradwire.wire import Message, encode
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from gradwire.rpc._agent import Agent
     from gradwire.rpc._peer import Peer
     from gradwire.transport import Frame
 
-__all__ = ["Creation", "Handle", "Owned", "RefService", "User"]
+__all__ = ["RefService"]
 
 
 _MOST_BURIED = 1024
-
-
-class ForkRequest(Message, array_like=True, gc=False):
-    """Asks the owner to enter a fork that the sender was given."""
-
-    rref: RefId
-    fork: RefId
-
-
-class Forked(Message, array_like=True, gc=False):
-    """Answers a `ForkRequest`."""
-
-    fork: RefId
-    is_known: bool
-
-
-class Arrived(Message, array_like=True, gc=False):
-    """Tells a parent that its children have arrived."""
-
-    forks: list[RefId]
-
-
-class Deleted(Message, array_like=True, gc=False):
-    """Tells the owner that forks are gone.
-
-    Attributes:
-        forks: The value and the fork, and whether the call that makes the value failed.
-    """
-
-    forks: list[tuple[RefId, RefId, bool]]
-
-
-register_message(32, ForkRequest)
-register_message(33, Forked)
-register_message(34, Arrived)
-register_message(35, Deleted)
-
-
-class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What travels of a reference, in the value and in the header of its message."""
-
-    owner: int
-    rref: RefId
-    fork: RefId
-    parent: int
-
-    def __reduce__(self) -> Any:
-        return Packed, (self.owner, self.rref, self.fork, self.parent)
-
-
-_encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
-
-
-class Owned:
-    """A value of this worker that may be referred to from others."""
-
-    __slots__ = ("id", "is_begun", "outcome")
-
-    def __init__(self, rref: RefId, *, is_begun: bool = True) -> None:
-        self.id = rref
-        self.is_begun = is_begun  # the call that makes it has come
-        self.outcome = Outcome()
-
-    def settle(self, value: Any, error: BaseException | None) -> None:
-        """Sets the value, or why there is none."""
-        if self.outcome.finish(value, error):
-            for callback in self.outcome.take_callbacks():
-                callback()
-
-
-class User:
-    """A fork that this worker holds."""
-
-    __slots__ = ("confirmation", "fork", "id", "owner")
-
-    def __init__(self, rref: RefId, fork: RefId, owner: WorkerInfo) -> None:
-        self.id = rref
-        self.fork = fork
-        self.owner = owner
-        self.confirmation = Outcome()
-
-    def check(self) -> None:
-        """Raises if there is nothing to refer to."""
-        error = self.confirmation.error
-        if error is not None:
-            raise error.with_traceback(None)
-
-
-class Handle:
-    """What a program holds of a reference; its death is that of the reference.
-
-    Finalisers must not lock, so the end only makes an entry in a queue.
-    """
-
-    __slots__ = ("__weakref__", "_ref", "_service")
-
-    _service: RefService
-    _ref: Owned | User
-
-    @classmethod
-    def _bind(cls, service: RefService, ref: Owned | User) -> Self:
-        handle = cls.__new__(cls)
-        handle._service = service
-        handle._ref = ref
-        return handle
-
-    def __del__(self) -> None:
-        # An exception in the constructor leaves a handle without fields.
-        ref = getattr(self, "_ref", None)
-        if type(ref) is User:
-            self._service.leftovers.put(ref.fork)
-
-
-class Creation:
-    """Travels with the call that makes a value: the ids of the value and its first fork."""
-
-    __slots__ = ("fork", "holder", "rref")
-
-    def __init__(self, rref: RefId, fork: RefId, holder: int) -> None:
-        self.rref, self.fork, self.holder = rref, fork, holder
 
 
 class RefService(Interceptor):
@@ -402,7 +290,7 @@ class RefService(Interceptor):
     def _settle_unseen(self, header: bytes) -> None:
         """A message came that nobody will read; some of it may have been unpacked."""
         instructions: list[Instruction] = []
-        for item in _decode_header(header):
+        for item in decode_header(header):
             owner, rref, fork, parent = item.owner, item.rref, item.fork, item.parent
             with self._lock:
                 if fork in self._users:
@@ -700,7 +588,7 @@ class _CallNote(Note):
         self, service: RefService, packed: list[Packed], creation: Creation | None
     ) -> None:
         # Also an empty list: whoever makes a value is told of what goes wrong there.
-        super().__init__(Addition(_encode_header(packed)))
+        super().__init__(Addition(encode_header(packed)))
         self._service = service
         self._packed = packed
         self.creation = creation
@@ -740,7 +628,7 @@ class _CallScope(Scope):
     def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
         """See `Scope`."""
         self._packed, _ = self._service._local.take_packed()
-        return Addition(_encode_header(self._packed) if self._packed else None)
+        return Addition(encode_header(self._packed) if self._packed else None)
 
     def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""

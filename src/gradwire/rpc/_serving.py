@@ -30,6 +30,7 @@ from gradwire.rpc import _future
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
+from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe
 from gradwire.rpc._turn import about_to_block, current_turn
@@ -47,7 +48,7 @@ from gradwire.wire import (
 )
 
 if TYPE_CHECKING:
-    from gradwire.rpc._agent import Agent, PeerPacker
+    from gradwire.rpc._agent import Agent
 
 __all__ = ["Server"]
 
@@ -115,7 +116,7 @@ class Server:
             return
         try:
             value, tensors = decode_value(
-                call, frame.head, frame.buffers, agent.unpacker(peer)
+                call, frame.head, frame.buffers, agent.packing.unpacker(peer)
             )
             function, args, kwargs = self._unpack(call, value)
             del value
@@ -186,7 +187,7 @@ class Server:
         call: Call,
         error: BaseException,
     ) -> None:
-        self._agent.discard(error)
+        self._agent.packing.discard(error)
         for interceptor in interceptors:
             if call.headers and interceptor.name in call.headers:
                 interceptor.dropped_call(peer, call.id, call.headers[interceptor.name])
@@ -274,12 +275,12 @@ class _Request:
 
     def succeed(self, value: Any) -> None:
         reply = Reply(self._id)
-        packer = self._server._agent.packer(self._peer)
+        packer = self._server._agent.packing.packer(self._peer)
         add_headers = functools.partial(self._add_headers, reply, packer)
         try:
             outgoing = encode(reply, value, add_headers, packer)
         except Exception as error:
-            self._server._agent.discard(error)
+            self._server._agent.packing.discard(error)
             self.fail(error)
             return
         del value

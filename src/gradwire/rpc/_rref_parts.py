@@ -1,0 +1,152 @@
+"""What references are made of: values, forks, handles, and what travels of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from gradwire._ids import WorkerInfo
+from gradwire.rpc._future import Outcome
+from gradwire.rpc._rref_table import RefId
+from gradwire.wire import Message, register_message
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from gradwire.rpc._rref_service import RefService
+
+__all__ = [
+    "Arrived",
+    "Creation",
+    "Deleted",
+    "ForkRequest",
+    "Forked",
+    "Handle",
+    "Owned",
+    "Packed",
+    "User",
+    "decode_header",
+    "encode_header",
+]
+
+
+class ForkRequest(Message, array_like=True, gc=False):
+    """Asks the owner to enter a fork that the sender was given."""
+
+    rref: RefId
+    fork: RefId
+
+
+class Forked(Message, array_like=True, gc=False):
+    """Answers a `ForkRequest`."""
+
+    fork: RefId
+    is_known: bool
+
+
+class Arrived(Message, array_like=True, gc=False):
+    """Tells a parent that its children have arrived."""
+
+    forks: list[RefId]
+
+
+class Deleted(Message, array_like=True, gc=False):
+    """Tells the owner that forks are gone.
+
+    Attributes:
+        forks: The value and the fork, and whether the call that makes the value failed.
+    """
+
+    forks: list[tuple[RefId, RefId, bool]]
+
+
+register_message(32, ForkRequest)
+register_message(33, Forked)
+register_message(34, Arrived)
+register_message(35, Deleted)
+
+
+class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What travels of a reference, in the value and in the header of its message."""
+
+    owner: int
+    rref: RefId
+    fork: RefId
+    parent: int
+
+    def __reduce__(self) -> Any:
+        return Packed, (self.owner, self.rref, self.fork, self.parent)
+
+
+encode_header = msgspec.msgpack.Encoder().encode
+decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
+
+
+class Owned:
+    """A value of this worker that may be referred to from others."""
+
+    __slots__ = ("id", "is_begun", "outcome")
+
+    def __init__(self, rref: RefId, *, is_begun: bool = True) -> None:
+        self.id = rref
+        self.is_begun = is_begun  # the call that makes it has come
+        self.outcome = Outcome()
+
+    def settle(self, value: Any, error: BaseException | None) -> None:
+        """Sets the value, or why there is none."""
+        if self.outcome.finish(value, error):
+            for callback in self.outcome.take_callbacks():
+                callback()
+
+
+class User:
+    """A fork that this worker holds."""
+
+    __slots__ = ("confirmation", "fork", "id", "owner")
+
+    def __init__(self, rref: RefId, fork: RefId, owner: WorkerInfo) -> None:
+        self.id = rref
+        self.fork = fork
+        self.owner = owner
+        self.confirmation = Outcome()
+
+    def check(self) -> None:
+        """Raises if there is nothing to refer to."""
+        error = self.confirmation.error
+        if error is not None:
+            raise error.with_traceback(None)
+
+
+class Handle:
+    """What a program holds of a reference; its death is that of the reference.
+
+    Finalisers must not lock, so the end only makes an entry in a queue.
+    """
+
+    __slots__ = ("__weakref__", "_ref", "_service")
+
+    _service: RefService
+    _ref: Owned | User
+
+    @classmethod
+    def _bind(cls, service: RefService, ref: Owned | User) -> Self:
+        handle = cls.__new__(cls)
+        handle._service = service
+        handle._ref = ref
+        return handle
+
+    def __del__(self) -> None:
+        # An exception in the constructor leaves a handle without fields.
+        ref = getattr(self, "_ref", None)
+        if type(ref) is User:
+            self._service.leftovers.put(ref.fork)
+
+
+class Creation:
+    """Travels with the call that makes a value: the ids of the value and its first fork."""
+
+    __slots__ = ("fork", "holder", "rref")
+
+    def __init__(self, rref: RefId, fork: RefId, holder: int) -> None:
+        self.rref, self.fork, self.holder = rref, fork, holder
