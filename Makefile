@@ -50,8 +50,8 @@ layers: $(READY) ## who may import whom
 	$(BIN)/lint-imports
 
 test: lint types layers ## all checks, then all tests
-	$(PYTEST)
 	$(BIN)/python -m tests.conformance.torch_suites --fast
+	$(PYTEST)
 
 unit: $(READY) ## tests without worker processes
 	$(PYTEST) $(wildcard tests/unit tests/property) tests/test_api.py

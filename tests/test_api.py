@@ -57,12 +57,16 @@ RPC_NAMES = [
     "get_debug_info",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_workers",
     "init_rpc",
     "is_initialized",
+    "on_worker_joined",
+    "on_worker_lost",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_for_worker",
 ]
 
 # For layers above, which register by it; not among the names that users import.
@@ -75,6 +79,10 @@ RPC_PARAMETERS = {
     "remote": "to, func, args=None, kwargs=None, timeout=-1.0",
     "rpc_async": "to, func, args=None, kwargs=None, timeout=-1.0",
     "get_worker_info": "worker_name=None",
+    "get_workers": "",
+    "on_worker_joined": "callback",
+    "on_worker_lost": "callback",
+    "wait_for_worker": "name, timeout=60.0, *, or_role=False",
     "get_rpc_timeout": "",
     "get_debug_info": "",
     "is_initialized": "",
@@ -298,7 +306,7 @@ def test_rpc_exports_are_frozen():
 
 
 def test_rpc_functions_exports_are_frozen():
-    assert rpc.functions.__all__ == ["async_execution"]
+    assert rpc.functions.__all__ == ["async_execution", "idempotent"]
 
 
 @pytest.mark.parametrize("name", RPC_NAMES)

@@ -8,7 +8,13 @@ from typing import NamedTuple, NewType
 
 from gradwire.errors import InvalidWorkerName
 
-__all__ = ["Incarnation", "WorkerInfo", "check_worker_name", "new_incarnation"]
+__all__ = [
+    "Incarnation",
+    "WorkerInfo",
+    "check_worker_name",
+    "new_incarnation",
+    "role_of",
+]
 
 Incarnation = NewType("Incarnation", int)
 """Tells one life of a worker from the next: random, positive, below 2**63."""
@@ -53,6 +59,16 @@ def check_worker_name(name: object) -> str:
             f"found {name!r}"
         )
     return name
+
+
+def role_of(name: str) -> str:
+    """What workers do that are told apart by a number at the end of their names.
+
+    Example:
+        >>> role_of("trainer:3"), role_of("trainer_12"), role_of("ps"), role_of("7")
+        ('trainer', 'trainer', 'ps', '7')
+    """
+    return name.rstrip("0123456789").rstrip(":_-") or name
 
 
 def check_rank(rank: object) -> int:

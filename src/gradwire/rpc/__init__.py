@@ -20,11 +20,15 @@ from gradwire.rpc._api import (
     get_debug_info,
     get_rpc_timeout,
     get_worker_info,
+    get_workers,
     init_rpc,
     is_initialized,
+    on_worker_joined,
+    on_worker_lost,
     rpc_async,
     rpc_sync,
     shutdown,
+    wait_for_worker,
 )
 from gradwire.rpc._future import Future
 from gradwire.rpc._rref import RRef, remote
@@ -38,10 +42,14 @@ __all__ = [
     "get_debug_info",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_workers",
     "init_rpc",
     "is_initialized",
+    "on_worker_joined",
+    "on_worker_lost",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_for_worker",
 ]

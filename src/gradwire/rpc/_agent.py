@@ -5,7 +5,7 @@ It is made of parts with one job each, and this module ties them together:
     WorkerPool   threads                   Network     who is there, and connections
     Monitor      the clock                 Server      running others' requests
     Peer, Link   another worker and the    Departure   graceful shutdown
-                 connection to it
+                 connection to it          Membership  news of who comes and goes
 
 Nothing here is global: a process may hold several agents.
 """
@@ -27,6 +27,7 @@ from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions, find_secret
 from gradwire._ids import WorkerInfo, check_rank, check_worker_name
 from gradwire.errors import (
     CallTimeout,
+    ConnectError,
     GradwireError,
     NotInitialized,
     RemoteProtocolError,
@@ -37,6 +38,7 @@ from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
 from gradwire.rpc._interceptors import Note, registered_interceptors
 from gradwire.rpc._link import Link
+from gradwire.rpc._membership import Membership
 from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._network import Network, usable_schemes
 from gradwire.rpc._packing import Packing
@@ -44,6 +46,13 @@ from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._remote_exceptions import rebuild
+from gradwire.rpc._resending import (
+    LOST,
+    Resending,
+    call_again,
+    is_idempotent,
+    may_be_sent_again,
+)
 from gradwire.rpc._serving import (
     INTERNAL_PREFIX,
     POSITIONAL,
@@ -116,6 +125,7 @@ class Agent:
         self.network = Network(
             self.info, world_size, options, secret, schemes, self.pool, self
         )
+        self.membership = Membership(self.network, self.pool.submit)
         self.departure = Departure(self)
         self.num_started = 0
         self.interceptors = tuple(make(self) for make in registered_interceptors())
@@ -164,6 +174,7 @@ class Agent:
         """Calls a function on another worker and waits for the result."""
         _refuse_in_event_loop()
         compiler = set_compiler(None)  # it must not compile what is below, bit by bit
+        call = None
         try:
             with shielded():
                 call = self._start_call(to, function, args, kwargs, timeout, False)
@@ -172,10 +183,15 @@ class Agent:
                 except BaseException:  # a signal handler raised: nobody waits any more
                     self._give_up(call)
                     raise
+            if call.error is not None:
+                raise call.error
+        except LOST as error:
+            if not may_be_sent_again(function, error):
+                raise
+            deadline = self.deadline(timeout) if call is None else call.deadline
+            return call_again(self, to, function, args, kwargs, deadline, error)
         finally:
             set_compiler(compiler)
-        if call.error is not None:
-            raise call.error
         if call.notice is not None:
             call.notice()
         return call.value
@@ -189,6 +205,24 @@ class Agent:
         timeout: float = UNSET_TIMEOUT,
     ) -> Future[Any]:
         """Calls a function on another worker; the result comes through a future."""
+        if not is_idempotent(function):
+            return self._call_async(to, function, args, kwargs, timeout)
+        future = Future[Any](executor=self._run_callback)
+
+        def send(timeout: float) -> Future[Any]:
+            return self._call_async(to, function, args, kwargs, timeout)
+
+        Resending(self, send, to, timeout, future)
+        return future
+
+    def _call_async(
+        self,
+        to: object,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] | list[Any] | None,
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+    ) -> Future[Any]:
         compiler = set_compiler(None)
         try:
             with shielded():
@@ -596,13 +630,41 @@ class Agent:
                 sample = message.sent_at - time.monotonic()
                 link.clock_offset = max(link.clock_offset - 1e-3, sample)
         elif type(message) is Goodbye:
-            self.lose(peer, message.reason or "it shut down", left=True)
+            self._on_goodbye(peer, message)
         else:
             raise RemoteProtocolError(
                 f"an unexpected message of type {type(message).__name__} arrived"
             )
 
-    # ------------------------------------------------------------------------ losing
+    def _on_goodbye(self, peer: Peer, message: Goodbye) -> None:
+        if not message.declared_lost:
+            self.lose(peer, message.reason or "it shut down", left=True)
+            return
+        self.lose(
+            peer,
+            f"it declared this worker ({self.info.name!r}) lost, because {message.reason}; "
+            "end this worker and start it anew",
+        )
+
+    # --------------------------------------------------------------- joining and losing
+
+    def peer_joined(self, peer: Peer) -> None:
+        """See `NetworkOwner`."""
+        self.membership.joined(peer)
+
+    def watch_all(self) -> None:
+        """Connects to all members, so that their ends are noticed."""
+        for peer in self.network.peers():
+            if peer.link is None and peer.is_usable:
+                self.pool.submit(functools.partial(self._watch, peer))
+
+    def _watch(self, peer: Peer) -> None:
+        try:
+            self.network.connect(peer)
+        except ConnectError as error:
+            self.lose(peer, f"it cannot be reached: {error}")
+        except GradwireError:
+            pass  # it ends meanwhile, or is too slow to tell
 
     def link_ended(self, link: Link, reason: str) -> None:
         """See `LinkOwner`."""
@@ -632,6 +694,8 @@ class Agent:
             interceptor.peer_lost(peer)
         self.departure.peer_lost()
         self.departure.check()
+        if not self.network.is_closing:
+            self.membership.lost(peer, reason)
 
     def _settle_from_anywhere(self, call: PendingCall, error: BaseException) -> None:
         # Futures may run foreign code when they complete: not on the monitor's thread.
@@ -688,7 +752,11 @@ class Agent:
                 link.last_received = now
             if now - link.last_received > self.options.lost_after:
                 silence = now - link.last_received
-                self.lose(peer, f"nothing was heard of it for {silence:.1f} s")
+                reason = f"nothing was heard of it for {silence:.1f} s"
+                with contextlib.suppress(GradwireError):
+                    # If it still lives, it reads this when it wakes up.
+                    link.send(encode(Goodbye(reason, declared_lost=True)).head)
+                self.lose(peer, reason)
                 continue
             try:
                 link.keep_house(now)
@@ -719,6 +787,10 @@ class Agent:
     def num_active(self) -> int:
         """Requests of others that we have not answered yet."""
         return self._server.num_active
+
+    def active_requests(self) -> list[str]:
+        """What is being run here for others."""
+        return self._server.active_requests()
 
     def debug_info(self) -> dict[str, Any]:
         """Counts of what there is at the moment."""

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions
 from gradwire._ids import WorkerInfo, check_worker_name
@@ -14,21 +14,32 @@ from gradwire.errors import ConnectError, NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future
+from gradwire.rpc._membership import Subscription
+from gradwire.rpc._open_group import MAX_SIZE, OpenGroup, claim_rank
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._rendezvous import Rendezvous
 from gradwire.rpc._signals import shielded
-from gradwire.rpc._store import open_store
+from gradwire.rpc._store import (
+    OPEN,
+    note_kind,
+    open_store,
+    open_store_of_open_group,
+)
 
 __all__ = [
     "current_agent",
     "get_debug_info",
     "get_rpc_timeout",
     "get_worker_info",
+    "get_workers",
     "init_rpc",
     "is_initialized",
+    "on_worker_joined",
+    "on_worker_lost",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "wait_for_worker",
 ]
 
 T = TypeVar("T")
@@ -36,7 +47,7 @@ T = TypeVar("T")
 
 class _Session(NamedTuple):
     agent: Agent
-    rendezvous: Rendezvous
+    rendezvous: Rendezvous | OpenGroup
     store: object  # kept: on rank 0 it is the server of all others
 
 
@@ -49,7 +60,7 @@ _is_starting = False
 def init_rpc(
     name: str,
     rank: int | None = None,
-    world_size: int | None = None,
+    world_size: int | Literal["open"] | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
     backend: None = None,
@@ -59,7 +70,9 @@ def init_rpc(
     Args:
         name: Name of this worker, unique in the group.
         rank: Its rank; taken from ``RANK`` if the environment has it, as with torchrun.
-        world_size: Number of workers; likewise from ``WORLD_SIZE``.
+        world_size: Number of workers; likewise from ``WORLD_SIZE``. ``"open"``: the group
+            has no size. Workers join and leave at any time, nobody is waited for, and
+            who gives no rank gets one.
         rpc_backend_options: See `RpcBackendOptions`.
         backend: For code that was written for torch; only None is accepted.
 
@@ -95,7 +108,10 @@ def init_rpc(
             )
         _is_starting = True
     try:
-        session = _begin(name, rank, world_size, options)
+        if isinstance(world_size, str):
+            session = _begin_open(name, rank, world_size, options)
+        else:
+            session = _begin(name, rank, world_size, options)
         with _lock:
             _session = session
     finally:
@@ -121,6 +137,7 @@ def _begin(
             left = max(0.001, deadline - time.monotonic())
             rendezvous = Rendezvous(store, record, world_size, left, contact)
             try:
+                note_kind(store, is_open=False, timeout_s=left)
                 agent.network.set_members(rendezvous.join())
                 return _Session(agent, rendezvous, store)
             except ConnectError:
@@ -137,12 +154,38 @@ def _begin(
         raise
 
 
+def _begin_open(
+    name: str, rank: int | None, world_size: str, options: RpcBackendOptions
+) -> _Session:
+    if world_size != OPEN:
+        raise UsageError(
+            f"world_size must be a number of workers or {OPEN!r}, found {world_size!r}"
+        )
+    limit = options.init_timeout
+    deadline = time.monotonic() + limit
+    store, rank = open_store_of_open_group(options, rank)
+    note_kind(store, is_open=True, timeout_s=limit)
+    rank = claim_rank(store, name, rank, limit)
+    agent = Agent(name, rank, MAX_SIZE, options)
+    try:
+        with shielded():
+            record = agent.start()
+        left = max(0.001, deadline - time.monotonic())
+        group = OpenGroup(store, record, agent.network, left, agent.run_soon)
+        group.join()
+    except BaseException:
+        agent.close("its init_rpc failed")
+        raise
+    return _Session(agent, group, store)
+
+
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     """Ends this worker.
 
     Args:
         graceful: Wait until all workers have called `shutdown` and nothing is in flight
-            anywhere. Otherwise leave at once: calls in flight fail.
+            anywhere; in an open group, until nothing of this worker is in flight.
+            Otherwise leave at once: calls in flight fail.
         timeout: Limit for the graceful part in seconds. 0: as long as the others live.
 
     Raises:
@@ -159,8 +202,11 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         try:
             # While everybody waits in here, the store still answers.
             session.rendezvous.leave()
-            if graceful:
-                session.agent.departure.wait(timeout)
+            departure = session.agent.departure
+            if graceful and session.rendezvous.is_open:
+                departure.wait_alone(timeout)
+            elif graceful:
+                departure.wait(timeout)
         finally:
             with _lock:
                 if _session is session:
@@ -223,6 +269,75 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and rank of a worker of the group, by default of this one."""
     agent = current_agent()
     return agent.info if worker_name is None else agent.network.find(worker_name).info
+
+
+def get_workers() -> list[WorkerInfo]:
+    """The workers of the group that are neither lost nor gone, by rank; this one too."""
+    peers = current_agent().network.peers()
+    return [peer.info for peer in peers if peer.is_usable]
+
+
+def wait_for_worker(
+    name: str, timeout: float = 60.0, *, or_role: bool = False
+) -> WorkerInfo:
+    """Waits until a worker can be called: it joins, or comes back after a loss.
+
+    Args:
+        name: Its name.
+        timeout: Limit in seconds.
+        or_role: Another worker of the same role serves as well: one whose name differs
+            in the number at its end only, as ``trainer:1`` and ``trainer:2``.
+
+    Returns:
+        The worker that is there.
+
+    Raises:
+        ConnectTimeout: Nobody came in time.
+
+    Example:
+        >>> wait_for_worker("worker1", timeout=10).name
+        'worker1'
+    """
+    check_worker_name(name)
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
+    return current_agent().membership.wait_for(name, timeout, or_role=or_role)
+
+
+def on_worker_lost(callback: Callable[[WorkerInfo, str], None]) -> Subscription:
+    """Has ``callback(info, reason)`` called for each worker that is lost or leaves.
+
+    From now on this worker stays connected to all others, so that no end goes unnoticed.
+    Callbacks run on a thread of the agent, one after the other; one that blocks holds up
+    those that come later.
+
+    Returns:
+        An object whose ``remove()`` ends it.
+
+    Example:
+        >>> news = on_worker_lost(lambda info, reason: print(f"{info.name}: {reason}"))
+        >>> news.remove()
+    """
+    agent = current_agent()
+    subscription = agent.membership.on_lost(callback)
+    agent.watch_all()
+    return subscription
+
+
+def on_worker_joined(callback: Callable[[WorkerInfo], None]) -> Subscription:
+    """Has ``callback(info)`` called for each worker that joins, or comes back.
+
+    It can be called as soon as the callback runs. The workers of a group with a size are
+    all there when ``init_rpc`` returns, so these are the ones that were started again.
+
+    Returns:
+        An object whose ``remove()`` ends it.
+
+    Example:
+        >>> news = on_worker_joined(lambda info: print(f"welcome, {info.name}"))
+        >>> news.remove()
+    """
+    return current_agent().membership.on_joined(callback)
 
 
 def get_rpc_timeout() -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from gradwire._config import RpcBackendOptions
 from gradwire._ids import Incarnation, WorkerInfo, new_incarnation
@@ -35,7 +36,7 @@ from gradwire.rpc._turn import about_to_block
 from gradwire.transport import Connection, Listener, channel_pair, get_transport
 from gradwire.transport._tcp import format_address, parse_address
 
-__all__ = ["Network", "usable_schemes"]
+__all__ = ["Network", "NetworkOwner", "usable_schemes"]
 
 _DEFAULT_SCHEMES = ("unix", "tcp")
 
@@ -63,6 +64,13 @@ def usable_schemes(options: RpcBackendOptions, secret: bytes | None) -> tuple[st
     return tuple(usable)
 
 
+class NetworkOwner(LinkOwner, Protocol):
+    """What the network needs of the agent."""
+
+    def peer_joined(self, peer: Peer) -> None:
+        """A worker has come to a group that was complete; it is connected."""
+
+
 class Network:
     """One worker's view of the group.
 
@@ -82,7 +90,7 @@ class Network:
         secret: bytes | None,
         schemes: tuple[str, ...],
         pool: WorkerPool,
-        owner: LinkOwner,
+        owner: NetworkOwner,
     ) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.is_closing = False
@@ -174,7 +182,11 @@ class Network:
                     )
                 )
         if len(self._peers) == self._world_size:
-            self._joined.set()
+            self.is_complete()
+
+    def is_complete(self) -> None:
+        """Nobody is waited for any more; who comes from now on is a newcomer."""
+        self._joined.set()
 
     def _enter(self, peer: Peer) -> None:
         with self._lock:
@@ -205,9 +217,11 @@ class Network:
                 known is None or known.incarnation != identity.incarnation
             ):
                 info = WorkerInfo(identity.name, identity.rank)
-                self._enter(
-                    Peer(info, identity.incarnation, self._options.max_inflight_bytes)
+                peer = Peer(
+                    info, identity.incarnation, self._options.max_inflight_bytes
                 )
+                peer.is_newcomer = self._joined.is_set()
+                self._enter(peer)
             return refusal
 
     def _on_accepted(self, connection: Connection, identity: PeerIdentity) -> None:
@@ -216,6 +230,9 @@ class Network:
             connection.close()  # it was replaced while it shook hands
             return
         self._attach(connection, peer, identity.clock - time.monotonic())
+        if peer.is_newcomer:
+            peer.is_newcomer = False
+            self._owner.peer_joined(peer)
 
     def _attach(self, connection: Connection, peer: Peer, offset: float) -> Link:
         link = self._add_link(connection, peer, offset, start=False)
@@ -317,17 +334,15 @@ class Network:
             worker=peer.info.name,
         )
 
-    def connect(self, peer: Peer) -> None:
+    def connect(self, peer: Peer, deadline: float = 0.0) -> None:
         """Opens the connection to a peer if there is none."""
         if peer.link is None or not peer.is_usable:
-            self.link_to(peer, 0.0)
+            self.link_to(peer, deadline)
 
     def contact(self, record: WorkerRecord) -> bool:
         """Whether the worker of a record lives; connects to it, so that it knows us."""
-        self.set_members([record])
-        peer = self._peers[record.rank]
         try:
-            self.link_to(peer, 0.0)
+            self.meet(record)
         except HandshakeRefused as error:
             if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
                 return False
@@ -335,6 +350,32 @@ class Network:
         except (ConnectError, ConnectTimeout, PeerLostError):
             return False
         return True
+
+    def meet(self, record: WorkerRecord) -> None:
+        """Connects to the worker of a record."""
+        self.set_members([record])
+        self.link_to(self._peers[record.rank], 0.0)
+
+    def is_connected_to_another_life(self, record: WorkerRecord) -> bool:
+        """Whether the worker of this rank is connected, but not in this incarnation."""
+        peer = self._peers.get(record.rank)
+        return (
+            peer is not None
+            and peer.incarnation != record.incarnation
+            and peer.link is not None
+            and peer.is_usable
+        )
+
+    def forget(self, record: WorkerRecord) -> None:
+        """The worker of a record is not there; it was never connected."""
+        with self._lock:
+            peer = self._peers.get(record.rank)
+            if peer is None or peer.incarnation != record.incarnation:
+                return
+            if peer.link is None and peer.end("it does not answer"):
+                del self._peers[record.rank]
+                if self._by_name.get(record.name) is peer:
+                    del self._by_name[record.name]
 
     def probe(self, record: WorkerRecord) -> bool:
         """Whether somebody who holds our own rank or name answers."""

@@ -30,6 +30,7 @@ class Peer:
         self.record = record
         self.calls = CallTable(max_inflight_bytes)
         self.is_dialing = False
+        self.is_newcomer = False  # nobody was told of it yet
         self.unpack: Callable[[Any], Any] | None = None  # see `Packing`
         # Guards `link`, `fate` and `is_dialing`; callers that connect, threads that
         # accept, and whoever notices the end.

@@ -40,7 +40,7 @@ from gradwire.rpc._records import (
     membership_digest,
     parse_record,
 )
-from gradwire.rpc._store import StoreThread, open_store, read_key
+from gradwire.rpc._store import KIND_KEY, StoreThread, open_store, read_key
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -109,6 +109,8 @@ class Rendezvous:
             nobody answers there, so that the record is stale. Called on the thread that
             called ``join``, once per incarnation. What it raises ends ``join``.
     """
+
+    is_open = False
 
     def __init__(
         self,
@@ -418,6 +420,7 @@ class Rendezvous:
             self._store.add("changes", 1)
         else:
             # The last one puts out the light.
+            self._store.delete_key(KIND_KEY)
             self._store.delete_key("complete")
             self._store.delete_key("changes")
 

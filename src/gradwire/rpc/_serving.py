@@ -73,13 +73,24 @@ class Server:
         self._agent = agent
         self._interceptors = interceptors
         self._loop = _EventLoop(agent.info.name)
-        # Guards the two counts; every thread that serves.
+        # Guards the next two; every thread that serves.
         self._lock = threading.Lock()
-        self.num_active = 0
+        self._active: set[_Request] = set()
         self.num_served = 0
         # How often in a row each function took long. Written without a lock: of two
         # values at the same time, either is good enough.
         self._times_slow: dict[str | None, int] = {}
+
+    @property
+    def num_active(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._active)
+
+    def active_requests(self) -> list[str]:
+        """What is being run here, and for whom."""
+        with self._lock:
+            active = list(self._active)
+        return [f"{r.target or 'a function'} for {r.peer.info.name!r}" for r in active]
 
     def is_slow(self, target: str | None) -> bool:
         """Whether a function takes so long that others should not wait for it.
@@ -99,10 +110,10 @@ class Server:
         """
         agent = self._agent
         counts = not (call.target or "").startswith(INTERNAL_PREFIX)
+        request = _Request(self, link, peer, call.id, call.target, counts)
         if counts:
             with self._lock:
-                self.num_active += 1
-        request = _Request(self, link, peer, call.id, counts)
+                self._active.add(request)
         interceptors = self._interceptors if counts else ()
         deadline = call.deadline - link.clock_offset if call.deadline else 0.0
         if deadline and time.monotonic() >= deadline:
@@ -222,10 +233,10 @@ class Server:
                     stack.enter_context(manager)
             return function(*args, **kwargs)
 
-    def finished(self) -> None:
+    def finished(self, request: _Request) -> None:
         """A request was answered."""
         with self._lock:
-            self.num_active -= 1
+            self._active.discard(request)
             self.num_served += 1
         self._agent.departure.check()
 
@@ -237,15 +248,22 @@ class Server:
 class _Request:
     """The answer to one call, which is sent exactly once."""
 
-    __slots__ = ("_counts", "_id", "_link", "_peer", "_server", "scopes")
+    __slots__ = ("_counts", "_id", "_link", "_server", "peer", "scopes", "target")
 
     def __init__(
-        self, server: Server, link: Link, peer: Peer, call_id: int, counts: bool
+        self,
+        server: Server,
+        link: Link,
+        peer: Peer,
+        call_id: int,
+        target: str | None,
+        counts: bool,
     ) -> None:
         self._counts = counts
         self._server = server
         self._link = link
-        self._peer = peer
+        self.peer = peer
+        self.target = target
         self._id = call_id
         self.scopes: list[tuple[str, Scope]] = []
 
@@ -262,7 +280,7 @@ class _Request:
     ) -> dict[int, int]:
         for interceptor in packer.used:
             if all(interceptor.name != name for name, _ in self.scopes):
-                scope = interceptor.packed_reply(self._peer)
+                scope = interceptor.packed_reply(self.peer)
                 self.scopes.append((interceptor.name, scope))
         headers, flags = {}, {}
         for name, scope in self.scopes:
@@ -275,7 +293,7 @@ class _Request:
 
     def succeed(self, value: Any) -> None:
         reply = Reply(self._id)
-        packer = self._server._agent.packing.packer(self._peer)
+        packer = self._server._agent.packing.packer(self.peer)
         add_headers = functools.partial(self._add_headers, reply, packer)
         try:
             outgoing = encode(reply, value, add_headers, packer)
@@ -347,7 +365,7 @@ class _Request:
                 self._link.send(refusal.head)
         finally:
             if self._counts:
-                self._server.finished()
+                self._server.finished(self)
 
 
 class _EventLoop:

@@ -12,6 +12,7 @@ takes over. So this ends with the work of those who are alive, or at the limit.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Departure"]
 
+_log = logging.getLogger("gradwire.rpc")
+
 _RELEASE_S = 5.0
+_ASK_S = 1.0  # for the reason why a worker is not ready
+_FIRST_WORD_S = 60.0  # after which a long wait is logged, and then ever less often
+_MOST_NAMED = 5
 
 
 class Departure:
@@ -41,6 +47,8 @@ class Departure:
         self._entered = False
         self._released = False
         self._reports: list[Future[int]] = []
+        self._next_word = float("inf")
+        self._pause_s = _FIRST_WORD_S
 
     # ------------------------------------------------------------------ as a member
 
@@ -73,6 +81,16 @@ class Departure:
         agent = self._agent
         return self._entered and agent.num_active == 0 and agent.num_pending == 0
 
+    def state(self) -> str:
+        """Why this worker is not ready to leave; empty if it is."""
+        parts = [] if self._entered else ["has not called shutdown"]
+        requests, calls = self._agent.active_requests(), self._agent.pending_calls()
+        if requests:
+            parts.append(f"runs {_shortened(requests)}")
+        if calls:
+            parts.append(f"waits for {_shortened(calls)}")
+        return " and ".join(parts)
+
     def peer_lost(self) -> None:
         """Somebody is gone, perhaps the coordinator."""
         with self._changed:
@@ -89,11 +107,7 @@ class Departure:
         Raises:
             ShutdownTimeout: Says who was not ready, and what was in flight here.
         """
-        start = time.monotonic()
-        deadline = start + timeout_s if timeout_s else float("inf")
-        with self._changed:
-            self._entered = True
-        self.check()
+        deadline = self._enter(timeout_s)
         while not self._released:
             coordinator = self._coordinator()
             if coordinator is None:
@@ -102,6 +116,7 @@ class Departure:
             self._ensure_connected(coordinator)
 
             def wait(timeout_s: float, coordinator: Peer = coordinator) -> bool:
+                self._log_long_wait()
                 with self._changed:
                     return self._changed.wait_for(
                         lambda: self._released or not coordinator.is_usable, timeout_s
@@ -109,6 +124,46 @@ class Departure:
 
             if not wait_in_slices(wait, deadline):
                 raise self._timeout([coordinator], timeout_s)
+
+    def wait_alone(self, timeout_s: float) -> None:
+        """Waits until nothing of this worker is in flight; the others stay.
+
+        Args:
+            timeout_s: Limit, 0 for none but the liveness of the others.
+
+        Raises:
+            ShutdownTimeout: Says what was in flight here.
+        """
+        deadline = self._enter(timeout_s)
+        quiet = self.report()
+
+        def wait(slice_s: float) -> bool:
+            self._log_long_wait()
+            return quiet._outcome.wait(slice_s)
+
+        if not wait_in_slices(wait, deadline):
+            raise self._timeout([], timeout_s)
+
+    def _enter(self, timeout_s: float) -> float:
+        """This worker wants to leave; says until when it waits."""
+        now = time.monotonic()
+        self._next_word = now + self._pause_s
+        with self._changed:
+            self._entered = True
+        self.check()
+        return now + timeout_s if timeout_s else float("inf")
+
+    def _log_long_wait(self) -> None:
+        now = time.monotonic()
+        if now < self._next_word:
+            return
+        self._pause_s *= 2
+        self._next_word = now + self._pause_s
+        _log.info(
+            "worker %s still waits in a graceful shutdown for %s",
+            self._agent.info.name,
+            "; ".join(self._reasons([])) or "the others",
+        )
 
     def _coordinator(self) -> Peer | None:
         """The worker that coordinates; None if it is this one."""
@@ -169,31 +224,64 @@ class Departure:
                 if left <= 0:
                     waiting = [p for p, f in asked if not f.done() and p.is_usable]
                     raise self._timeout(waiting, timeout_s)
+                self._log_long_wait()
                 try:
-                    numbers[peer.info.id] = future.wait(min(left, 3600.0))
+                    numbers[peer.info.id] = future.wait(min(left, _FIRST_WORD_S))
                 except GradwireError:
                     if not future.done():
                         continue  # only our own limit for one wait
                 break  # answered, or lost
-        left = deadline - time.monotonic()
-        if left <= 0 or not own._outcome.wait(min(left, 3600.0)):
-            raise self._timeout([], timeout_s)
+        while not own.done():
+            self._log_long_wait()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._timeout([], timeout_s)
+            own._outcome.wait(min(left, _FIRST_WORD_S))
         numbers[self._agent.info.id] = own.value()
         return numbers
 
     def _timeout(self, waiting: list[Peer], timeout_s: float) -> ShutdownTimeout:
-        names = ", ".join(f"{p.info.name!r} (rank {p.info.id})" for p in waiting)
-        pending = self._agent.pending_calls()
-        parts = [f"for {names}"] if names else []
-        if pending:
-            more = f" and {len(pending) - 5} more" if len(pending) > 5 else ""
-            parts.append(f"for its own calls: {', '.join(pending[:5])}{more}")
-        if self._agent.num_active:
-            parts.append(f"for {self._agent.num_active} requests that it still serves")
+        reasons = "; for ".join(self._reasons(waiting)) or "the others"
         return ShutdownTimeout(
             f"worker {self._agent.info.name!r} waited {timeout_s} s in a graceful shutdown "
-            f"{' and '.join(parts) or 'for the others'}; it is shut down now"
+            f"for {reasons}; it is shut down now"
         )
+
+    def _reasons(self, waiting: list[Peer]) -> list[str]:
+        """Who is not ready and why; those in ``waiting`` also if they do not say it."""
+        asked: list[tuple[Peer, Future[str] | None]] = []
+        for peer in self._others():
+            try:
+                # Only those whose connection is open: who was never called runs nothing
+                # for us, and a new connection may take longer than the limit.
+                call = None
+                if peer.link is not None:
+                    call = self._agent.call_async(peer.info, _state, timeout=_ASK_S)
+                asked.append((peer, call))
+            except GradwireError:
+                asked.append((peer, None))
+        reasons = []
+        for peer, answer in asked:
+            state = ""
+            if answer is not None:
+                try:
+                    state = answer.wait()
+                except GradwireError:
+                    state = "does not answer"
+            if state or peer in waiting:
+                who = f"{peer.info.name!r} (rank {peer.info.id})"
+                reasons.append(f"{who}, which {state}" if state else who)
+        if pending := self._agent.pending_calls():
+            reasons.append(f"its own calls: {_shortened(pending)}")
+        if active := self._agent.active_requests():
+            reasons.append(f"requests that it still serves: {_shortened(active)}")
+        return reasons
+
+
+def _shortened(things: list[str]) -> str:
+    more = len(things) - _MOST_NAMED
+    text = ", ".join(things[:_MOST_NAMED])
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def _departure() -> Departure:
@@ -206,6 +294,10 @@ def _departure() -> Departure:
 @async_execution
 def _report() -> Future[int]:
     return _departure().report()
+
+
+def _state() -> str:
+    return _departure().state()
 
 
 def _release() -> None:

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
     from gradwire._config import RpcBackendOptions
 
-__all__ = ["StoreThread", "open_store", "read_key"]
+__all__ = [
+    "OPEN",
+    "StoreThread",
+    "note_kind",
+    "open_store",
+    "open_store_of_open_group",
+    "read_key",
+]
 
 T = TypeVar("T")
 
@@ -49,6 +56,31 @@ def read_key(store: Store, key: str) -> bytes | None:
     # is no key; no value of ours equals the one expected here.
     value = store.compare_set(key, _ABSENT, _ABSENT)
     return None if value == _ABSENT.encode() else bytes(value)
+
+
+OPEN = "open"
+"""The world size of a group that has none."""
+
+_CLIENT = 1  # any rank but that of the worker that serves the store
+
+
+def open_store_of_open_group(
+    options: RpcBackendOptions, rank: int | None
+) -> tuple[Store, int | None]:
+    """Like `open_store`, for a group without a size.
+
+    The worker of rank 0 serves a TCP store, as in other groups. Who has no rank yet is
+    a client of it.
+
+    Returns:
+        The store, and the rank if one was given.
+    """
+    url = urlsplit(options.init_method)
+    query = dict(parse_qsl(url.query))
+    query.pop("world_size", None)
+    found = _find_optional_number("rank", rank, url, query)
+    store = _open(options, url, query, _CLIENT if found is None else found)
+    return store, found
 
 
 def open_store(
@@ -82,6 +114,12 @@ def open_store(
         raise UsageError(
             f"rank must be between 0 and world_size - 1 = {world_size - 1}, found {rank}"
         )
+    return _open(options, url, query, rank), rank, world_size
+
+
+def _open(
+    options: RpcBackendOptions, url: SplitResult, query: dict[str, str], rank: int
+) -> Store:
     deadline = time.monotonic() + options.init_timeout
     place = options.init_method
     # Given a world size, torch's TCP store would wait in its constructor for all the
@@ -105,13 +143,26 @@ def open_store(
         limit = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
         store, _, _ = next(rendezvous(full, timeout=limit))
         store.set_timeout(timedelta(seconds=options.init_timeout))
-        return PrefixStore(PREFIX, store), rank, world_size
+        return PrefixStore(PREFIX, store)
 
 
 def _find_number(
     name: str, given: int | None, url: SplitResult, query: dict[str, str]
 ) -> int:
     """Rank or world size, from the argument, the URL or the environment."""
+    found = _find_optional_number(name, given, url, query)
+    if found is None:
+        also = f", set {name.upper()} (as torchrun does)" if url.scheme == "env" else ""
+        raise UsageError(
+            f"{name} is missing: pass {name}= to init_rpc{also} or add ?{name}=... to "
+            f"init_method {url.geturl()!r}"
+        )
+    return found
+
+
+def _find_optional_number(
+    name: str, given: int | None, url: SplitResult, query: dict[str, str]
+) -> int | None:
     variable = name.upper()
     checked: object = given
     if checked is not None and (
@@ -130,11 +181,7 @@ def _find_number(
     if text is None and url.scheme == "env":
         text, source = os.environ.get(variable), f"environment variable {variable}"
     if text is None:
-        also = f", set {variable} (as torchrun does)" if url.scheme == "env" else ""
-        raise UsageError(
-            f"{name} is missing: pass {name}= to init_rpc{also} or add ?{name}=... to "
-            f"init_method {url.geturl()!r}"
-        )
+        return None
     try:
         return int(text)
     except ValueError:
@@ -236,6 +283,28 @@ def _mapped_errors(place: str, rank: int) -> Iterator[None]:
             f"the rendezvous store at {place} failed for rank {rank}: {text}; is rank 0 "
             "running, and is this its address?"
         ) from error
+
+
+KIND_KEY = "kind"
+
+
+def note_kind(store: Store, *, is_open: bool, timeout_s: float) -> None:
+    """Says in the store whether the group has a size; all workers must agree.
+
+    Raises:
+        UsageError: They do not.
+    """
+    mine = OPEN if is_open else "closed"
+    with StoreThread() as thread:
+        found = thread.call(
+            lambda: bytes(store.compare_set(KIND_KEY, "", mine)), timeout_s=timeout_s
+        )
+    if found != mine.encode():
+        raise UsageError(
+            "all workers of a group must be given a world_size, or all of them "
+            f"world_size={OPEN!r}: this one was {'not ' if is_open else ''}given a number, "
+            "and an earlier one was the other way round"
+        )
 
 
 class _Outcome(Generic[T]):

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["async_execution"]
+__all__ = ["async_execution", "idempotent"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ASYNC_ATTRIBUTE = "_wrapped_async_rpc_function"
+IDEMPOTENT_ATTRIBUTE = "_gradwire_idempotent"
 
 
 def async_execution(function: Callable[P, T]) -> Callable[P, T]:
@@ -33,3 +34,26 @@ def async_execution(function: Callable[P, T]) -> Callable[P, T]:
 
     setattr(wrapper, ASYNC_ATTRIBUTE, wrapper)
     return wrapper
+
+
+def idempotent(function: Callable[P, T]) -> Callable[P, T]:
+    """Marks a function that may run twice for one call without harm.
+
+    If the worker is lost before it has answered, the caller's agent waits until it is
+    back, at most until the call's deadline, and sends the call again. Calls of all other
+    functions fail with `PeerLostError`, for nobody can know whether they have run.
+
+    Inside an explicit autograd context the new call fails too: the context has lost a
+    worker. See `gradwire.autograd.retry`.
+
+    Example:
+        >>> @idempotent
+        ... def predict(x):
+        ...     return model(x)
+    """
+    if not callable(function):
+        raise TypeError(
+            f"idempotent marks a function, found {type(function).__name__}: {function!r}"
+        )
+    setattr(function, IDEMPOTENT_ATTRIBUTE, True)
+    return function

@@ -133,9 +133,15 @@ class Heartbeat(Message, array_like=True, gc=False):
 
 
 class Goodbye(Message, array_like=True, gc=False):
-    """Announces that the sender is about to close the connection, and why."""
+    """Announces that the sender is about to close the connection, and why.
+
+    Attributes:
+        reason: Why.
+        declared_lost: It takes the receiver for dead, not itself.
+    """
 
     reason: str = ""
+    declared_lost: bool = False
 
 
 _MAX_KIND = 255

@@ -82,6 +82,7 @@ class Report:
                 f"{suite:34} {len(tests):5} {len(tests & passed):6} "
                 f"{len(tests & ran - passed):6} {left_out:8}"
             )
-        print(f"{len(self._results)} runs in {took_s:.0f} s")
+        print(f"it took {took_s:.0f} s")
+        print(f"conformance: {len(passed)} passed, {len(ran - passed)} failed")
         for test in self.regressions():
             print(f"regression: {test} is listed as passing")

@@ -60,7 +60,7 @@ GOLDEN = {
     "goodbye": (
         lambda: Goodbye("bye"),
         NO_VALUE,
-        "05000000000000050000000091a3627965",
+        "05000000000000060000000092a3627965c2",
     ),
 }
 
@@ -112,7 +112,7 @@ def _head_with(message: Message, control: bytes) -> bytes:
 
 
 def test_control_tolerates_fields_of_a_newer_version():
-    control = msgspec.msgpack.encode(["bye", 1, {"new": True}])
+    control = msgspec.msgpack.encode(["bye", False, 1, {"new": True}])
 
     message, _ = decode_control(_head_with(Goodbye(), control))
 

@@ -1,0 +1,184 @@
+"""News of workers that come and go: who hears of them, and who waits for them.
+
+The news are told one after the other, in the order in which they came, on a thread of the
+pool: a worker that is lost and comes back is never told of in the wrong order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from gradwire._ids import WorkerInfo, role_of
+from gradwire.errors import ConnectTimeout, GradwireError, NotInitialized
+from gradwire.rpc._network import Network
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._signals import wait_in_slices
+from gradwire.rpc._turn import about_to_block
+
+__all__ = ["Membership", "Subscription"]
+
+_log = logging.getLogger("gradwire.rpc")
+
+_LOOK_AGAIN_S = 0.25  # a worker that is there but cannot be reached yet
+
+
+class Subscription:
+    """What `on_worker_lost` and `on_worker_joined` return."""
+
+    def __init__(
+        self, callbacks: list[Callable[..., None]], callback: Callable[..., None]
+    ) -> None:
+        self._callbacks = callbacks
+        self._callback = callback
+
+    def remove(self) -> None:
+        """The callback is not called any more; one that runs now ends. Idempotent."""
+        # By identity: two subscriptions of one function are two.
+        for index, callback in enumerate(self._callbacks):
+            if callback is self._callback:
+                del self._callbacks[index]
+                return
+
+
+class Membership:
+    """Tells of the workers that come and go.
+
+    Args:
+        network: Knows who is there.
+        submit: Runs something on a thread of the pool.
+    """
+
+    def __init__(
+        self, network: Network, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._network = network
+        self._submit = submit
+        # Guards all below, and is notified when somebody has come or gone.
+        self._changed = threading.Condition()
+        self._on_lost: list[Callable[..., None]] = []
+        self._on_joined: list[Callable[..., None]] = []
+        self._news: deque[tuple[list[Callable[..., None]], tuple[Any, ...]]] = deque()
+        self._is_telling = False
+        self._version = 0
+
+    def on_lost(self, callback: Callable[[WorkerInfo, str], None]) -> Subscription:
+        """Has ``callback(info, reason)`` called for each worker that is lost or leaves."""
+        return self._subscribe(self._on_lost, callback)
+
+    def on_joined(self, callback: Callable[[WorkerInfo], None]) -> Subscription:
+        """Has ``callback(info)`` called for each worker that joins or comes back."""
+        return self._subscribe(self._on_joined, callback)
+
+    def _subscribe(
+        self, callbacks: list[Callable[..., None]], callback: Callable[..., None]
+    ) -> Subscription:
+        if not callable(callback):
+            raise TypeError(
+                f"a callback must be callable, found {type(callback).__name__}"
+            )
+
+        def own(*args: Any) -> None:
+            callback(*args)
+
+        with self._changed:
+            callbacks.append(own)
+        return Subscription(callbacks, own)
+
+    # --------------------------------------------------------------------------- telling
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A worker is lost, or has left."""
+        self._tell(self._on_lost, peer.info, reason)
+
+    def joined(self, peer: Peer) -> None:
+        """A worker has come, and can be called."""
+        self._tell(self._on_joined, peer.info)
+
+    def _tell(self, callbacks: list[Callable[..., None]], *args: Any) -> None:
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+            if not callbacks:
+                return
+            self._news.append((callbacks, args))
+            if self._is_telling:
+                return
+            self._is_telling = True
+        self._submit(self._tell_all)
+
+    def _tell_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._news:
+                    self._is_telling = False
+                    return
+                callbacks, args = self._news.popleft()
+                due = list(callbacks)
+            for callback in due:
+                try:
+                    callback(*args)
+                except Exception:
+                    _log.exception("a callback for workers that come and go failed")
+
+    # --------------------------------------------------------------------------- waiting
+
+    def wait_for(self, name: str, timeout_s: float, *, or_role: bool) -> WorkerInfo:
+        """Waits until a worker can be called.
+
+        Args:
+            name: Its name.
+            timeout_s: Limit.
+            or_role: Another worker of the same role serves as well.
+
+        Raises:
+            ConnectTimeout: Nobody came in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        problem = "it is not there"
+        while True:
+            version = self._version
+            if self._network.is_closing:
+                raise NotInitialized(
+                    f"this worker was shut down while it waited for worker {name!r}"
+                )
+            for peer in self._candidates(name, or_role):
+                try:
+                    self._network.connect(peer, deadline)
+                except GradwireError as error:
+                    problem = str(error)
+                else:
+                    return peer.info
+            if time.monotonic() >= deadline:
+                raise ConnectTimeout(
+                    f"worker {name!r}{' or another of its role' if or_role else ''} was "
+                    f"waited for {timeout_s:.1f} s: {problem}",
+                    worker=name,
+                )
+            about_to_block()
+            self._wait_for_news(version, deadline)
+
+    def _candidates(self, name: str, or_role: bool) -> list[Peer]:
+        """Workers that may serve, the one of that name first."""
+        usable = [peer for peer in self._network.peers() if peer.is_usable]
+        found = [peer for peer in usable if peer.info.name == name]
+        if or_role:
+            found += [
+                peer
+                for peer in usable
+                if peer.info.name != name and role_of(peer.info.name) == role_of(name)
+            ]
+        return found
+
+    def _wait_for_news(self, version: int, deadline: float) -> None:
+        def wait(timeout_s: float) -> bool:
+            with self._changed:
+                return self._changed.wait_for(
+                    lambda: self._version != version, timeout_s
+                )
+
+        wait_in_slices(wait, min(deadline, time.monotonic() + _LOOK_AGAIN_S))
