@@ -14,6 +14,7 @@ from gradwire.autograd._messages import (
     opener_of,
 )
 from gradwire.errors import ContextReleased, UnknownContext
+from gradwire.rpc.extension import rebuild
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
@@ -93,10 +94,17 @@ class Registry:
         Raises:
             UnknownContext: There is none.
             ContextReleased: There was one.
+            PeerLostError: There was one, which was dropped because a member was lost.
         """
         side = self._sides.get(key)
         if side is not None:
             return side
+        # Gradients that were here are gone. Whoever takes that for "there were none"
+        # would make its step without them.
+        with self._lock:
+            causes = [cause for name, cause in self._broken.items() if name.key == key]
+        for cause in causes:
+            raise rebuild(cause)
         ended = self._ended.get(opener_of(key))
         counter = counter_of(key)
         is_mine = opener_of(key) == self._exchange.me and counter <= self._issued
