@@ -34,6 +34,7 @@ ERROR_NAMES = [
     "LocalProtocolError",
     "NoActiveContext",
     "NotInitialized",
+    "NotRepeatable",
     "OwnerLost",
     "PeerLostError",
     "ProtocolError",
@@ -90,12 +91,14 @@ RPC_PARAMETERS = {
 
 AUTOGRAD_NAMES = [
     "Context",
+    "aretry",
     "backward",
     "context",
     "get_debug_info",
     "get_gradients",
     "grad",
     "is_available",
+    "retry",
 ]
 
 AUTOGRAD_PARAMETERS = {
@@ -116,6 +119,12 @@ AUTOGRAD_PARAMETERS = {
         "create_graph=False, allow_unused=None, *, materialize_grads=False, timeout=0"
     ),
     "is_available": "",
+    **dict.fromkeys(
+        ("aretry", "retry"),
+        "step, attempts=3, backoff=0.5, *, timeout=60.0, or_role=False, errors="
+        f"{(errors.PeerLostError, errors.ConnectError, errors.ConnectTimeout)!r}, "
+        "recover=None",
+    ),
 }
 
 RREF_METHODS = {

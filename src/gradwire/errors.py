@@ -11,11 +11,12 @@
                                       BackwardTimeout
       RemoteError                     user code raised on another worker
       AutogradError(RuntimeError)     BackwardFailed, GraphConsumed, ForeignGraph
+      NotRepeatable                   a step was applied in part, or its error came late
 
 The tree is split by what the caller can do about it: mend the program (UsageError,
 AutogradError, SerializationError), wait or go on without a worker (TransportError,
-DeadlineExceeded), report a bug or a stranger (ProtocolError), or look at the other
-worker (RemoteError).
+DeadlineExceeded), report a bug or a stranger (ProtocolError), look at the other worker
+(RemoteError), or begin again from a saved state (NotRepeatable).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 
 Every error keeps its facts as attributes and survives pickling.
@@ -43,6 +44,7 @@ __all__ = [
     "LocalProtocolError",
     "NoActiveContext",
     "NotInitialized",
+    "NotRepeatable",
     "OwnerLost",
     "PeerLostError",
     "ProtocolError",
@@ -64,11 +66,17 @@ class GradwireError(Exception):
     Args:
         message: What was expected, what was found, and what to do next.
         worker: Name of the worker that the error is about, where there is one.
+
+    Attributes:
+        worker: Likewise; but if the error has come from another worker, the name of that.
+        about: Name of the worker that the error is about, wherever it was raised.
     """
+
+    about: str | None = None
 
     def __init__(self, message: str = "", *, worker: str | None = None) -> None:
         super().__init__(message)
-        self.worker = worker
+        self.worker = self.about = worker
 
 
 class UsageError(GradwireError, RuntimeError):
@@ -198,6 +206,10 @@ class GraphConsumed(AutogradError):
 
 class ForeignGraph(AutogradError):
     """A pass reached a tensor that belongs to another call or to another context."""
+
+
+class NotRepeatable(GradwireError):
+    """A step cannot be run again, because something of it has been applied for good."""
 
 
 class RemoteError(GradwireError):

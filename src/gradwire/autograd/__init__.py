@@ -22,16 +22,19 @@ from gradwire.autograd._api import (
     is_available,
 )
 from gradwire.autograd._recorder import Recorder
+from gradwire.autograd._retry import aretry, retry
 from gradwire.rpc.extension import register_interceptor, set_backward
 
 __all__ = [
     "Context",
+    "aretry",
     "backward",
     "context",
     "get_debug_info",
     "get_gradients",
     "grad",
     "is_available",
+    "retry",
 ]
 
 # Agents that are created from now on record calls.

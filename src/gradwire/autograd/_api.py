@@ -100,6 +100,8 @@ class context:
         if self._opened is not None:
             raise UsageError("this context is open already; call context() for another")
         exchange = current_exchange()
+        if self._into_grad:
+            check_repeatable(exchange, "context(accumulate='grad')")
         side = exchange.registry.open(self._into_grad)
         self._opened = exchange, side, active_context.set(side.name)
         return Context(side.name.key)
@@ -269,6 +271,18 @@ def current_exchange() -> Exchange:
     raise UsageError(
         "gradwire.autograd was imported after init_rpc(); import it before"
     )
+
+
+def check_repeatable(exchange: Exchange, what: str) -> None:
+    """Raises if a step around this code may be run again: ``.grad`` cannot be undone."""
+    name = active_context.get()
+    side = None if name is None else exchange.registry.find(name)
+    if side is not None and side.attempt is not None:
+        raise UsageError(
+            f"{what} works on .grad, and what is there cannot be taken back if the step "
+            "has to be run again. Inside of retry() use its context: ctx.backward(loss), "
+            "optimizer.step(ctx)"
+        )
 
 
 def _check_timeout(timeout: float) -> float:

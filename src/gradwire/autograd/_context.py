@@ -17,6 +17,7 @@ from gradwire.autograd._passes import ContextState, PassId, TellNone
 from gradwire.autograd._torch_private import TaskWatch, record
 
 if TYPE_CHECKING:
+    from gradwire.autograd._attempts import Attempt
     from gradwire.autograd._exchange import Exchange
     from gradwire.autograd._run import Run
     from gradwire.rpc.extension import Leftovers, Note
@@ -112,6 +113,7 @@ class Side:
         self.calls: set[Note] = set()  # of ours, in flight
         self.run: Run | None = None
         self.failed: Run | None = None  # a pass that is over, but not for the engine
+        self.attempt: Attempt | None = None  # of a step that is run again if it must be
 
     # ---------------------------------------------------------------------- recording
 

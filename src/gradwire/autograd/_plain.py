@@ -30,6 +30,7 @@ from gradwire.errors import (
     ForeignGraph,
     GradwireError,
     GraphConsumed,
+    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ def admit(
         create_graph = torch.is_grad_enabled()
         retain = keeps_graph() or create_graph
         destination = Destination.INTO_GRAD if is_into_grad() else Destination.THROUGH
+        if side.attempt is not None and destination is Destination.INTO_GRAD:
+            raise UsageError(
+                "a plain backward() puts gradients into .grad, and from there they cannot "
+                "be taken back if the step has to be run again. Inside of retry() call "
+                "ctx.backward(loss)"
+            )
         pass_, instructions = side.state.start(
             PassKind(destination, retain, create_graph)
         )

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from gradwire.autograd._api import current_exchange
 from gradwire.autograd._context import Side, active_context
 from gradwire.autograd._cuts import set_implicit
+from gradwire.autograd._retry import attempt_of
 
 __all__ = [
+    "attempt_of",
     "current_context",
     "find_context",
     "open_context",
