@@ -38,6 +38,8 @@ _MAX_NBYTES = 2**63 - 1
 _NO_DTYPE = (None, 0)
 _NUM_PARTS_COO = 2
 _NUM_PARTS_COMPRESSED = 3
+_INDICES_COO = (torch.int64,)
+_INDICES_COMPRESSED = (torch.int32, torch.int64)
 
 _empty = torch.empty
 
@@ -218,6 +220,8 @@ def _make_sparse(meta: TensorMeta, earlier: list[torch.Tensor]) -> torch.Tensor:
     parts = [earlier[part] for part in meta.parts]
     if parts[-1].dtype != DTYPES[meta.dtype][0]:
         _fail(meta, f"its values have the dtype {parts[-1].dtype}")
+    for part in parts[:-1]:
+        _check_indices(meta, part, _INDICES_COO if is_coo else _INDICES_COMPRESSED)
     # Invariants are checked because wrong indices would reach outside of the values.
     if is_coo:
         return torch.sparse_coo_tensor(
@@ -235,6 +239,17 @@ def _make_sparse(meta: TensorMeta, earlier: list[torch.Tensor]) -> torch.Tensor:
         layout=layout,
         check_invariants=True,
     )
+
+
+def _check_indices(
+    meta: TensorMeta, indices: torch.Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    # Torch looks at every element, and copies indices of other dtypes: a few bytes that
+    # are repeated without end would take all the time and memory there is.
+    if indices.dtype not in dtypes:
+        _fail(meta, f"its indices have the dtype {indices.dtype}")
+    if indices.nbytes > indices.untyped_storage().nbytes():
+        _fail(meta, "its indices have more elements than there is memory for them")
 
 
 def _fail(meta: TensorMeta, why: str) -> NoReturn:

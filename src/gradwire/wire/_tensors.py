@@ -212,7 +212,8 @@ class TensorTable:
         if tensor.layout is torch.sparse_coo and tensor.is_coalesced():
             flags |= COALESCED
         # Components come first, so that they exist when this entry is rebuilt.
-        parts = tuple(self.add(part) for part in _components(tensor.detach()))
+        *indices, values = _components(tensor.detach())
+        parts = (*(self.add(_unrepeated(part)) for part in indices), self.add(values))
         return self._append(
             tensor,
             TensorMeta(
@@ -304,6 +305,12 @@ def _components(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def _unrepeated(indices: torch.Tensor) -> torch.Tensor:
+    """Indices with memory for each of them: receivers insist on it."""
+    is_repeated = indices.nbytes > _strides_and_span(indices)[1]
+    return indices.contiguous() if is_repeated else indices
 
 
 def _refuse(tensor: torch.Tensor, cause: RuntimeError | None = None) -> NoReturn:

@@ -176,6 +176,32 @@ def test_sparse_indices_outside_of_the_shape_are_refused(arguments):
         _decode(*_sparse_body(*arguments))
 
 
+@pytest.mark.parametrize("layout", [1, 2])
+def test_sparse_indices_without_memory_of_their_own_are_refused(layout):
+    # Torch would look at every one of them.
+    count = 1 << 40
+    shape = (1, count) if layout == 1 else (count,)
+    indices = TensorMeta(LONG, shape, (0,) * len(shape), storage=0)
+    values = TensorMeta(FLOAT, (count,), (0,), storage=1)
+    parts = (0, 1) if layout == 1 else (0, 0, 1)
+    sparse = TensorMeta(FLOAT, (5,) * len(shape), layout=layout, parts=parts)
+    body = Body(SINGLE, [None], [2], [indices, values, sparse], [8, 4])
+
+    with pytest.raises(DecodeError, match="more elements than there is memory"):
+        _decode(body, bytes(12))
+
+
+def test_sparse_indices_of_another_dtype_are_refused():
+    # Torch would make a larger copy of them.
+    indices = TensorMeta(8, (1, 2), storage=0)
+    values = TensorMeta(FLOAT, (2,), storage=1)
+    sparse = TensorMeta(FLOAT, (5,), layout=1, parts=(0, 1))
+    body = Body(SINGLE, [None], [2], [indices, values, sparse], [8, 8])
+
+    with pytest.raises(DecodeError, match=r"dtype torch\.int32"):
+        _decode(body, bytes(16))
+
+
 @pytest.mark.parametrize(
     "body",
     [

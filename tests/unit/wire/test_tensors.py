@@ -343,6 +343,23 @@ def test_batched_csr_survives():
     assert torch.equal(roundtrip(tensor).to_dense(), tensor.to_dense())
 
 
+def test_sparse_with_repeated_memory_survives():
+    indices = torch.tensor([[2]]).expand(1, 4)
+    values = torch.ones(1).expand(4)
+    tensor = torch.sparse_coo_tensor(indices, values, (3,), check_invariants=True)
+
+    assert torch.equal(roundtrip(tensor).to_dense(), torch.tensor([0.0, 0.0, 4.0]))
+
+
+def test_sparse_gradient_of_an_embedding_survives():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1, 1, 4])).sum().backward()
+    gradient = embedding.weight.grad
+    assert gradient is not None
+
+    assert torch.equal(roundtrip(gradient).to_dense(), gradient.to_dense())
+
+
 def test_sparse_beside_strided_tensors():
     strided = torch.randn(3)
 
