@@ -13,6 +13,7 @@ import msgspec
 
 from gradwire._ids import MAX_RANK, check_rank, check_worker_name
 from gradwire.errors import RemoteProtocolError
+from gradwire.rpc._handshake_records import printable
 
 __all__ = ["WorkerRecord", "encode_record", "membership_digest", "parse_record"]
 
@@ -74,7 +75,8 @@ def parse_record(data: bytes, key: str = "worker/?") -> WorkerRecord:
         shown = f"{data[:40]!r}{'...' if len(data) > 40 else ''}"
         raise RemoteProtocolError(
             f"the rendezvous store must hold the record of a gradwire worker under "
-            f"{key!r}, found {shown}: {error}; is the store shared with another program?"
+            f"{key!r}, found {shown}: {printable(str(error))}; is the store shared with "
+            "another program?"
         ) from error
     return record
 

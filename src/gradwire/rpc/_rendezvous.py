@@ -288,7 +288,7 @@ class Rendezvous:
             return None
         try:
             conflict = msgspec.json.decode(data[:_MAX_CONFLICT_BYTES], type=_Conflict)
-        except (msgspec.DecodeError, ValueError):
+        except (msgspec.DecodeError, ValueError, RecursionError):
             return None  # not a word of ours; no reason to fail
         if conflict.incarnation != self._record.incarnation:
             return None

@@ -494,6 +494,24 @@ def test_record_that_is_not_valid_is_refused(change):
         parse_record(json.dumps(fields).encode(), "worker/7")
 
 
+def test_error_about_a_record_fits_on_one_line_of_a_log():
+    fields = json.loads(encode_record(make_record(1)))
+    for name in ("two\nlines", "\x1b[2J", "x" * 3000):
+        data = json.dumps({**fields, name: 1}).encode()
+        with pytest.raises(RemoteProtocolError, match="unknown field") as caught:
+            parse_record(data)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "junk", [b'{"a":' + b"[" * 1019, b"\xff", b"[" * 5000, b"{}", b'{"text":1}']
+)
+def test_junk_in_place_of_a_conflict_is_passed_over(store, junk):
+    store.set("conflict/0", junk)
+    assert rendezvous(store, 0, 1).join()
+
+
 def test_record_survives_the_store():
     record = make_record(3)
     assert parse_record(encode_record(record).encode()) == record
