@@ -1,0 +1,19 @@
+"""The targets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fuzz.frames import Frames
+from fuzz.handshakes import Handshakes
+from fuzz.messages import Messages
+from fuzz.records import Records
+from fuzz.running import Target
+
+TARGETS: dict[str, type[Target]] = {
+    target.name: target for target in (Frames, Handshakes, Messages, Records)
+}
+
+
+def make_targets(names: Iterable[str]) -> list[Target]:
+    return [TARGETS[name]() for name in names]
