@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -673,3 +674,35 @@ def test_worker_killed_by_a_handler_names_itself_in_the_error(make_cluster):
         cluster.run(0, call, "w1", functions.kill_process)
 
     assert cluster.wait_dead(1) == -signal.SIGKILL
+
+
+# ------------------------------------------------------------------- no descriptors left
+
+
+_held: list[int] = []
+
+
+def use_up_descriptors() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    with contextlib.suppress(OSError):
+        while True:
+            _held.append(os.dup(0))
+
+
+def free_descriptors() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+def test_connections_are_accepted_again_when_there_are_descriptors(make_cluster):
+    cluster = make_cluster(3, {"connect_timeout": 20.0})
+    assert cluster.run(0, call, "w1", functions.add, 1, 2) == 3
+    cluster.run(1, use_up_descriptors)
+
+    late = cluster.start(2, call, "w1", functions.add, 1, 2)
+    assert cluster.run(0, call, "w1", functions.add, 3, 4) == 7
+    cluster.run(1, free_descriptors)
+
+    assert late.result() == 3
+    cluster.disturbed = True

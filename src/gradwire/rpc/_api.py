@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions
 from gradwire._ids import WorkerInfo, check_worker_name
@@ -26,6 +26,9 @@ from gradwire.rpc._store import (
     open_store_of_open_group,
 )
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 __all__ = [
     "current_agent",
     "get_debug_info",
@@ -39,6 +42,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "start_worker",
     "wait_for_worker",
 ]
 
@@ -87,7 +91,6 @@ def init_rpc(
         2
         >>> shutdown()
     """
-    global _session, _is_starting  # noqa: PLW0603
     check_worker_name(name)
     options = (
         RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
@@ -101,6 +104,18 @@ def init_rpc(
         raise TypeError(
             f"gradwire has one backend of its own; backend must be None, found {backend!r}"
         )
+    start_worker(name, rank, world_size, options)
+
+
+def start_worker(
+    name: str,
+    rank: int | None,
+    world_size: int | str | None,
+    options: RpcBackendOptions,
+    store: Store | None = None,
+) -> None:
+    """Like `init_rpc`; without a store, workers meet where the options say."""
+    global _session, _is_starting  # noqa: PLW0603
     with _lock:
         if _session is not None or _is_starting:
             raise UsageError(
@@ -109,9 +124,9 @@ def init_rpc(
         _is_starting = True
     try:
         if isinstance(world_size, str):
-            session = _begin_open(name, rank, world_size, options)
+            session = _begin_open(name, rank, world_size, options, store)
         else:
-            session = _begin(name, rank, world_size, options)
+            session = _begin(name, rank, world_size, options, store)
         with _lock:
             _session = session
     finally:
@@ -119,10 +134,19 @@ def init_rpc(
 
 
 def _begin(
-    name: str, rank: int | None, world_size: int | None, options: RpcBackendOptions
+    name: str,
+    rank: int | None,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    given: Store | None,
 ) -> _Session:
     deadline = time.monotonic() + options.init_timeout
-    store, rank, world_size = open_store(options, rank, world_size)
+    if given is None:
+        store, rank, world_size = open_store(options, rank, world_size)
+    elif rank is None or world_size is None:
+        raise UsageError("rank and world_size must be given together with a store")
+    else:
+        store = given
     agent = Agent(name, rank, world_size, options)
 
     def contact(other: WorkerRecord) -> bool:
@@ -144,7 +168,7 @@ def _begin(
                 # The store went away while we waited: it may be one of an earlier group
                 # on its way out, and the one that we want comes after it.
                 left = deadline - time.monotonic()
-                if left <= 0:
+                if left <= 0 or given is not None:
                     raise
             del store, rendezvous
             again = dataclasses.replace(options, init_timeout=left)
@@ -155,7 +179,11 @@ def _begin(
 
 
 def _begin_open(
-    name: str, rank: int | None, world_size: str, options: RpcBackendOptions
+    name: str,
+    rank: int | None,
+    world_size: str,
+    options: RpcBackendOptions,
+    store: Store | None,
 ) -> _Session:
     if world_size != OPEN:
         raise UsageError(
@@ -163,7 +191,8 @@ def _begin_open(
         )
     limit = options.init_timeout
     deadline = time.monotonic() + limit
-    store, rank = open_store_of_open_group(options, rank)
+    if store is None:
+        store, rank = open_store_of_open_group(options, rank)
     note_kind(store, is_open=True, timeout_s=limit)
     rank = claim_rank(store, name, rank, limit)
     agent = Agent(name, rank, MAX_SIZE, options)

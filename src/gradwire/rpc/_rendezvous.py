@@ -255,7 +255,7 @@ class Rendezvous:
         for record in view.records.values():
             if record.world_size != me.world_size and self._is_answering(record):
                 self._quarrel(
-                    record,
+                    [record],
                     f"all workers must be given the same world_size: worker {me.name!r} "
                     f"(rank {me.rank}) has {me.world_size}, worker {record.name!r} (rank "
                     f"{record.rank}) has {record.world_size}",
@@ -265,19 +265,21 @@ class Rendezvous:
                 continue
             if self._is_answering(twin) and self._is_answering(record):
                 self._quarrel(
-                    record if twin.rank == me.rank else twin,
+                    [r for r in view.records.values() if r.name == record.name],
                     f"worker name {record.name!r} is not unique: ranks {twin.rank} and "
                     f"{record.rank} both have it; give every worker a name of its own",
                 )
             if not self._is_answering(twin):
                 by_name[record.name] = record
 
-    def _quarrel(self, other: WorkerRecord, text: str) -> NoReturn:
-        """Raises the error here, and leaves word for the other worker."""
-        conflict = _Conflict(other.incarnation, text)
-        self._store.set(
-            _conflict_key(other.rank), msgspec.json.encode(conflict).decode()
-        )
+    def _quarrel(self, others: list[WorkerRecord], text: str) -> NoReturn:
+        """Raises the error here, and leaves word for the other workers."""
+        for other in others:
+            if other.rank != self._record.rank:
+                conflict = _Conflict(other.incarnation, text)
+                self._store.set(
+                    _conflict_key(other.rank), msgspec.json.encode(conflict).decode()
+                )
         self._store.add("changes", 1)
         raise UsageError(text)
 

@@ -18,8 +18,7 @@ from gradwire.autograd.extension import (
 )
 from gradwire.errors import UsageError
 from gradwire.rpc import RRef, _api, _rref
-from gradwire.rpc._records import WorkerRecord, encode_record, parse_record
-from gradwire.rpc._rendezvous import Rendezvous
+from gradwire.rpc._store import OPEN, note_kind
 from gradwire.rpc._store import PREFIX as STORE_PREFIX
 from gradwire.rpc.extension import Agent, current_agent, serving_agent
 from gradwire.torch_compat import _graph
@@ -39,7 +38,6 @@ __all__ = [
     "is_open_group",
     "is_over",
     "is_worker",
-    "meet",
     "open_context",
     "record_in_contexts_only",
     "reference_counts",
@@ -47,7 +45,6 @@ __all__ = [
     "release_context",
     "remote_origin",
     "session_store",
-    "set_session",
     "start_agent",
     "start_open_agent",
     "use_reference_class",
@@ -68,30 +65,23 @@ def start_agent(
     store: Any = None,
 ) -> None:
     """Starts this worker, and waits for the others; without a store, where options say."""
-    if store is None:
-        gradwire.rpc.init_rpc(name, rank, world_size, options)
-        return
-    agent = Agent(name, rank, world_size, options)
+    prefixed = None if store is None else PrefixStore(STORE_PREFIX, store)
+    _api.start_worker(name, rank, world_size, options, prefixed)
+
+
+def start_open_agent(
+    name: str, rank: int | None, options: gradwire.rpc.RpcBackendOptions, store: Any
+) -> None:
+    """Starts a worker of a group without a size."""
     prefixed = PrefixStore(STORE_PREFIX, store)
-
-    def contact(other: WorkerRecord) -> bool:
-        if other.rank == rank or other.name == name:
-            return agent.network.probe(other)
-        return agent.network.contact(other)
-
     try:
-        rendezvous = Rendezvous(
-            prefixed,
-            agent.start(),
-            world_size,
-            options.init_timeout,
-            contact,
-        )
-        agent.network.set_members(rendezvous.join())
-    except BaseException:
-        agent.close("its init_rpc failed")
-        raise
-    set_session(agent, rendezvous, prefixed)
+        note_kind(prefixed, is_open=True, timeout_s=options.init_timeout)
+    except UsageError:
+        raise UsageError(
+            "RPC group mixes statically and dynamically initialized members which is not "
+            "supported. Give world_size to all of them, or to none"
+        ) from None
+    _api.start_worker(name, rank, OPEN, options, prefixed)
 
 
 def session_store() -> Any:
@@ -101,9 +91,9 @@ def session_store() -> Any:
 
 
 def is_open_group() -> bool:
-    """Whether the group has no size; see `_open_group`."""
+    """Whether the group has no size."""
     session = _api._session
-    return session is not None and not isinstance(session.rendezvous, Rendezvous)
+    return session is not None and session.rendezvous.is_open
 
 
 def wait_until_quiet(timeout_s: float) -> None:
@@ -114,29 +104,6 @@ def wait_until_quiet(timeout_s: float) -> None:
         if timeout_s and time.monotonic() > deadline:
             return
         time.sleep(_POLL_S)
-
-
-def start_open_agent(
-    name: str, rank: int, max_size: int, options: gradwire.rpc.RpcBackendOptions
-) -> tuple[Agent, str]:
-    """Starts a worker of a group without a size; also what others need to find it."""
-    agent = Agent(name, rank, max_size, options)
-    record = agent.start()
-    return agent, encode_record(record)
-
-
-def meet(agent: Agent, records: list[str]) -> None:
-    """Connects to the members of a group."""
-    agent.network.set_members([parse_record(record.encode()) for record in records])
-    agent.network._joined.set()  # nobody else is waited for
-    for peer in agent.network.peers():
-        if peer.info != agent.info:
-            agent.network.connect(peer)
-
-
-def set_session(agent: Agent, membership: Any, store: Any) -> None:
-    """Makes an agent that of this process."""
-    _api._session = _api._Session(agent, membership, store)
 
 
 def find_worker(agent: Agent, worker: str | int | WorkerInfo) -> WorkerInfo:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.distributed.rendezvous import _create_store_from_options
 
 from gradwire.errors import UsageError
-from gradwire.torch_compat import _core, _open_group
+from gradwire.torch_compat import _core
 from gradwire.torch_compat.rpc import constants
 from gradwire.torch_compat.rpc._agent_view import RpcAgent
 from gradwire.torch_compat.rpc.options import TensorPipeRpcBackendOptions, translate
@@ -152,10 +152,9 @@ def _start(
             store = _create_store_from_options(rpc_backend_options, rank)
         if rank < 0:
             rank = int(os.environ["RANK"])
-        _open_group.OpenGroup(name, rank, options, store)
+        _core.start_open_agent(name, rank, options, store)
     else:
         _core.start_agent(name, rank, world_size, options, store)
-        _open_group.mark_static(_core.session_store())
     return RpcAgent(_core.current_agent())
 
 
