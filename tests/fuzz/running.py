@@ -7,6 +7,7 @@ number of the block alone, so that one block can be repeated.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import random
 import resource
 import time
@@ -162,6 +163,9 @@ def run(targets: list[Target], seed: int, num_inputs: int) -> list[Report]:
     """Feeds all targets in turn, about the same number of inputs to each."""
     reports = [Report(target.name) for target in targets]
     num_blocks = -(-num_inputs // (BLOCK * len(targets)))
+    # Every block collects garbage to see what grew: torch itself is none.
+    gc.collect()
+    gc.freeze()
     with bounded_memory():
         for number in range(num_blocks):
             for target, report in zip(targets, reports, strict=True):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
 from gradwire.rpc._interceptors import Note, registered_interceptors
 from gradwire.rpc._link import Link
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._membership import Membership
 from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._network import Network, usable_schemes
@@ -88,8 +88,6 @@ from gradwire.wire import (
 )
 
 __all__ = ["Agent"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches

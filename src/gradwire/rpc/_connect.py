@@ -8,7 +8,6 @@ says nothing holds a few bytes for some seconds, and no thread.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from gradwire.errors import (
 from gradwire.rpc import _handshake
 from gradwire.rpc._handshake import AcceptorHandshake, InitiatorHandshake, PeerIdentity
 from gradwire.rpc._host import HostIdentity
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
@@ -31,8 +31,6 @@ from gradwire.rpc._spin import readiness
 from gradwire.transport import Channel, Connection, Limits, Listener, get_transport
 
 __all__ = ["Acceptor", "Dialer", "limits_of"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 _READ_BYTES = 16 << 10
 _MAX_STRANGERS = 256
@@ -273,11 +271,9 @@ class Acceptor:
                 glare = isinstance(error, HandshakeRefused) and (
                     error.code == _handshake.GLARE
                 )
-                _log.log(
-                    logging.DEBUG if glare else logging.WARNING,
-                    "refused a connection from %s: %s",
-                    channel.peer_description,
-                    error,
+                tell = _log.debug if glare else _log.warning
+                tell(
+                    "refused a connection from %s: %s", channel.peer_description, error
                 )
                 channel.close()
             return

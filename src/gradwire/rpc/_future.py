@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
-import logging
 import threading
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar, cast
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from gradwire.errors import DeadlineExceeded, RemoteError, UsageError
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._turn import about_to_block
 
@@ -20,8 +20,6 @@ __all__ = ["Future", "Later", "Outcome"]
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-_log = logging.getLogger("gradwire.rpc")
 
 _init_torch_future = torch._C.Future.__init__
 _set_torch_result = torch._C.Future.set_result

@@ -6,16 +6,15 @@ lock. It makes an entry here, and a thread of its own does the work soon after.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Leftovers"]
+from gradwire.rpc._log import log as _log
 
-_log = logging.getLogger("gradwire.rpc")
+__all__ = ["Leftovers"]
 
 _GATHER_S = 0.01  # entries are gathered for so long, to be worked off together
 _CLOSE_S = 5.0

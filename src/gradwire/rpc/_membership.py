@@ -6,7 +6,6 @@ pool: a worker that is lost and comes back is never told of in the wrong order.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -15,14 +14,13 @@ from typing import Any
 
 from gradwire._ids import WorkerInfo, role_of
 from gradwire.errors import ConnectTimeout, GradwireError, NotInitialized
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._network import Network
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc._turn import about_to_block
 
 __all__ = ["Membership", "Subscription"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 _LOOK_AGAIN_S = 0.25  # a worker that is there but cannot be reached yet
 

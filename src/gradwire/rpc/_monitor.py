@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Monitor"]
+from gradwire.rpc._log import log as _log
 
-_log = logging.getLogger("gradwire.rpc")
+__all__ = ["Monitor"]
 
 _SHORTEST_TICK_S = 0.002
 _CLOSE_S = 5.0

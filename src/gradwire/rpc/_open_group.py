@@ -17,7 +17,6 @@ nobody listens any more at its addresses deletes it.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -34,6 +33,7 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.rpc import _handshake
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._records import WorkerRecord, encode_record, parse_record
 from gradwire.rpc._store import StoreThread, read_key
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from gradwire.rpc._network import Network
 
 __all__ = ["MAX_SIZE", "OpenGroup", "claim_rank"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 T = TypeVar("T")
 
@@ -86,7 +84,8 @@ def _claim(store: Store, name: str, wanted: int | None) -> int:
         rank = _allot(store, name) if wanted is None else wanted
         _claim_name(store, name, rank)
         known = bytes(store.compare_set(f"rank_of/{name}", "", str(rank)))
-    if not known.isdigit() or int(known) >= MAX_SIZE:
+    # Short enough to be one, or ``int`` refuses by itself.
+    if len(known) > 5 or not known.isdigit() or int(known) >= MAX_SIZE:
         raise RemoteProtocolError(
             f"the rendezvous store must hold the rank of worker {name!r}, found "
             f"{known[:40]!r}; is the store shared with another program?"

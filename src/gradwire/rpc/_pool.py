@@ -9,18 +9,16 @@ a reply or a heartbeat from being read.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._poller import make_poller
 from gradwire.rpc._turn import set_helper
 
 __all__ = ["WorkerPool"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 _IDLE_S = 10.0
 

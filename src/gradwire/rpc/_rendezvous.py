@@ -21,7 +21,6 @@ A key is read by a comparison that fails (see ``read_key``) and never waited for
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
@@ -34,6 +33,7 @@ from gradwire.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._records import (
     WorkerRecord,
     encode_record,
@@ -44,8 +44,6 @@ from gradwire.rpc._store import KIND_KEY, StoreThread, open_store, read_key
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-_log = logging.getLogger("gradwire.rpc")
 
 T = TypeVar("T")
 

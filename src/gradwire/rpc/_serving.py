@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import logging
 import threading
 import time
 import types
@@ -30,6 +29,7 @@ from gradwire.rpc import _future
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from gradwire.rpc._agent import Agent
 
 __all__ = ["Server"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
 """Begin of the names of functions that agents call for themselves."""

@@ -12,7 +12,6 @@ takes over. So this ends with the work of those who are alive, or at the limit.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import GradwireError, ShutdownTimeout, UsageError
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future
+from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc.functions import async_execution
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from gradwire.rpc._peer import Peer
 
 __all__ = ["Departure"]
-
-_log = logging.getLogger("gradwire.rpc")
 
 _RELEASE_S = 5.0
 _ASK_S = 1.0  # for the reason why a worker is not ready

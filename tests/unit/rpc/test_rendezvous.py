@@ -29,6 +29,7 @@ from gradwire.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from gradwire.rpc._open_group import claim_rank
 from gradwire.rpc._records import encode_record, membership_digest
 from gradwire.rpc._rendezvous import Rendezvous, WorkerRecord, parse_record
 from gradwire.rpc._store import read_key
@@ -510,6 +511,13 @@ def test_error_about_a_record_fits_on_one_line_of_a_log():
 def test_junk_in_place_of_a_conflict_is_passed_over(store, junk):
     store.set("conflict/0", junk)
     assert rendezvous(store, 0, 1).join()
+
+
+@pytest.mark.parametrize("junk", [b"x", b"-1", b"9" * 5000, b"99999", b"\xc2\xb2"])
+def test_junk_in_place_of_a_rank_is_refused(store, junk):
+    store.set("rank_of/w0", junk)
+    with pytest.raises(RemoteProtocolError, match="must hold the rank of worker 'w0'"):
+        claim_rank(store, "w0", None, WAIT_S)
 
 
 def test_record_survives_the_store():
