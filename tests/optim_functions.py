@@ -343,11 +343,15 @@ class Linear:
 
 
 def train_linear(
-    models: list[RRef[Linear]], optimizer_class: Any, value: float, num_steps: int
+    models: list[RRef[Linear]],
+    optimizer_class: Any,
+    value: float,
+    num_steps: int,
+    options: dict[str, Any],
 ) -> None:
     """A trainer with an optimizer of its own."""
     rrefs = [rref for model in models for rref in model.rpc_sync().references()]
-    optimizer = DistributedOptimizer(optimizer_class, rrefs, lr=1.0)
+    optimizer = DistributedOptimizer(optimizer_class, rrefs, lr=1.0, **options)
     x = torch.full((SIZE,), value, dtype=torch.float64)
     for _ in range(num_steps):
         with autograd.context() as ctx:
@@ -357,14 +361,20 @@ def train_linear(
 
 
 def train_with_others(
-    owners: list[str], trainers: list[str], optimizer_class: Any, num_steps: int
+    owners: list[str],
+    trainers: list[str],
+    optimizer_class: Any,
+    num_steps: int,
+    **options: Any,
 ) -> None:
     """Several trainers at once on the same parameters; no step may get lost."""
     models = [rpc.remote(owner, Linear) for owner in owners]
     values = [2.0**number for number in range(len(trainers))]
     futures = [
         rpc.rpc_async(
-            trainer, train_linear, args=(models, optimizer_class, value, num_steps)
+            trainer,
+            train_linear,
+            args=(models, optimizer_class, value, num_steps, options),
         )
         for trainer, value in zip(trainers, values, strict=True)
     ]

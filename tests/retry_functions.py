@@ -154,3 +154,23 @@ def step_of(number: int, optimizer: Any) -> Callable[[autograd.Context], float]:
         return loss.item()
 
     return step
+
+
+# ----------------------------------------------------------------- deaths inside a method
+
+
+def die_in(cls: type, method: str, *, times: int = 1, afterwards: bool = False) -> None:
+    """Lets this process die when a method of a class has been called so many times."""
+    point = f"{cls.__name__}.{method}"
+    original = getattr(cls, method)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if afterwards:
+            result = original(*args, **kwargs)
+            reach(point)
+            return result
+        reach(point)
+        return original(*args, **kwargs)
+
+    setattr(cls, method, dying)
+    arm(point, times)

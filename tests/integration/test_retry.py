@@ -15,6 +15,7 @@ import probes
 import retry_functions as fn
 from cluster import Cluster
 from gradwire import autograd, rpc
+from gradwire.autograd.extension import find_context
 from gradwire.errors import (
     ConnectError,
     NotRepeatable,
@@ -245,10 +246,8 @@ def test_errors_that_count_can_be_chosen():
 
 @on_worker(0)
 def test_lost_worker_after_a_step_is_not_run_again():
-    from gradwire.autograd.extension import attempt_of
-
     def step(ctx: autograd.Context) -> None:
-        attempt = attempt_of(ctx)
+        attempt = find_context(ctx).attempt
         assert attempt is not None
         attempt.note_applied("a test")
         raise PeerLostError("w1 is gone", worker="w1")

@@ -17,7 +17,7 @@ __all__ = ["Attempt", "Attempts", "Pause", "add_note", "find_lost"]
 class Attempt:
     """One run of a step, in a context of its own.
 
-    Layers above find it by the context (`gradwire.autograd.extension.attempt_of`).
+    Layers above find it by the context: `Side.attempt`.
 
     Args:
         outer: The attempt around this one, if a step runs another.

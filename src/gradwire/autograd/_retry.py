@@ -19,10 +19,10 @@ from gradwire.errors import (
     GradwireError,
     PeerLostError,
 )
-from gradwire.rpc import is_initialized, rpc_sync
+from gradwire.rpc import is_initialized, rpc_sync, wait_for_worker
 from gradwire.rpc.extension import current_agent
 
-__all__ = ["aretry", "attempt_of", "retry"]
+__all__ = ["aretry", "retry"]
 
 T = TypeVar("T")
 Recover = Callable[[WorkerInfo], object]
@@ -124,11 +124,6 @@ async def aretry(
         except Exception as error:
             if not trials.may_go_on(error, attempt):
                 raise
-
-
-def attempt_of(context_id: int) -> Attempt | None:
-    """The attempt that runs in a context of this worker; None: it is not run again."""
-    return current_exchange().registry.get(context_id).attempt
 
 
 def _current_attempt() -> Attempt | None:
@@ -240,17 +235,3 @@ def find_again(name: str, timeout: float, or_role: bool) -> WorkerInfo:
 
 def _text_of(error: GradwireError) -> str:
     return str(error.args[0]) if error.args else type(error).__name__
-
-
-def wait_for_worker(name: str, timeout: float, *, or_role: bool = False) -> WorkerInfo:
-    """Stand-in."""
-    deadline = time.monotonic() + timeout
-    while True:
-        peer = current_agent().network.find(name)
-        if peer.is_usable:
-            return peer.info
-        if time.monotonic() > deadline:
-            raise ConnectTimeout(
-                f"worker {name!r} did not come back within {timeout} s"
-            )
-        time.sleep(0.01)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gradwire.autograd._api import check_repeatable as _check_repeatable
 from gradwire.autograd._api import current_exchange
+from gradwire.autograd._attempts import Attempt, add_note
 from gradwire.autograd._context import Side, active_context
 from gradwire.autograd._cuts import set_implicit
-from gradwire.autograd._retry import attempt_of
 
 __all__ = [
-    "attempt_of",
+    "Attempt",
+    "add_note",
+    "check_repeatable",
     "current_context",
     "find_context",
     "open_context",
@@ -64,3 +67,12 @@ def find_context(context_id: int) -> Side:
         UnknownContext: There is none, or it is over.
     """
     return current_exchange().registry.get(context_id)
+
+
+def check_repeatable(what: str) -> None:
+    """Raises if the step around this code may be run again, as ``.grad`` cannot be undone.
+
+    Args:
+        what: What was asked for.
+    """
+    _check_repeatable(current_exchange(), what)

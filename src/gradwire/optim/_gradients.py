@@ -6,14 +6,21 @@ Between workers an int means the dictionary of a context, and None means ``.grad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from gradwire.autograd import get_gradients
-from gradwire.autograd.extension import find_context
+from gradwire.autograd.extension import Attempt, find_context
 from gradwire.errors import ContextReleased, UnknownContext
 
-__all__ = ["check_context", "drop_gradients", "find_gradients"]
+__all__ = [
+    "Source",
+    "check_context",
+    "drop_gradients",
+    "find_gradients",
+    "find_source",
+]
 
 
 def check_context(context_id: int | None) -> int | None:
@@ -22,15 +29,27 @@ def check_context(context_id: int | None) -> int | None:
     Raises:
         UnknownContext: There is no such context here, or it is over.
     """
+    return find_source(context_id).context_id
+
+
+class Source(NamedTuple):
+    """Which gradients a step is about, and who may run it again."""
+
+    context_id: int | None
+    attempt: Attempt | None
+
+
+def find_source(context_id: int | None) -> Source:
+    """As `check_context`; with the attempt that the context belongs to, if any."""
     if context_id is None:
-        return None
+        return Source(None, None)
     if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise TypeError(
             "context_id must be what context() gave, an int, or None for .grad; found "
             f"{type(context_id).__name__}"
         )
     side = find_context(int(context_id))
-    return None if side.into_grad else int(context_id)
+    return Source(None if side.into_grad else int(context_id), side.attempt)
 
 
 def find_gradients(

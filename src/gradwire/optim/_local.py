@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -25,8 +26,10 @@ from torch import Tensor
 
 from gradwire.optim._closures import Evaluations
 from gradwire.optim._gradients import drop_gradients, find_gradients
-from gradwire.optim._locks import find_locks, hold
+from gradwire.optim._locks import Held, find_locks, hold, try_hold
+from gradwire.optim._protocol import Mark, OwnerRecord
 from gradwire.optim._references import values_of
+from gradwire.optim._trial import Trial
 from gradwire.rpc import RRef, get_worker_info
 
 __all__ = ["Changes", "Group", "LocalOptimizer", "make_local_optimizer"]
@@ -66,6 +69,13 @@ def make_local_optimizer(
     return RRef(local), local.defaults, local.hyperparameters()
 
 
+class _Pending(NamedTuple):
+    """A step that was prepared. It ends with this object: then nothing has happened."""
+
+    trial: Trial
+    held: Held
+
+
 class LocalOptimizer:
     """A torch optimizer for parameters of this worker; see `make_local_optimizer`.
 
@@ -95,6 +105,11 @@ class LocalOptimizer:
         self._locks = find_locks(values)
         # Set by a step while it waits for the trainer, whose closure may call back.
         self._is_evaluating = False
+        # Guards what is below; handlers, which may come in another order than they were
+        # asked for if the trainer was interrupted.
+        self._transaction_lock = threading.Lock()
+        self._record = OwnerRecord()
+        self._pending: _Pending | None = None
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -135,6 +150,88 @@ class LocalOptimizer:
                 return self._step_with(evaluations, context_id)
             finally:
                 self._clear()
+
+    # ------------------------------------------------------------------- in two phases
+
+    def prepare(
+        self, mark: Mark, priority: int, context_id: int | None, changes: Changes
+    ) -> bool:
+        """Makes a step that nobody sees; the parameters are locked until its end.
+
+        Args:
+            mark: The state to which it leads.
+            priority: Of several transactions the one with the lowest comes first.
+            context_id: Whose gradients to use; None: ``.grad``.
+            changes: Hyperparameters that have changed.
+
+        Returns:
+            False: another transaction has the parameters, and comes first.
+        """
+        with self._transaction_lock:
+            if not self._record.may_prepare(mark):
+                return False
+        held = try_hold(self._locks, priority)
+        if held is None:
+            return False
+        try:
+            trial = self._try_step(context_id, changes)
+        except BaseException:
+            held.release()
+            raise
+        with self._transaction_lock:
+            if self._record.may_prepare(mark):
+                self._record.prepare(mark)
+                self._pending = _Pending(trial, held)
+                return True
+        # The trainer was interrupted, and has given up meanwhile.
+        trial.undo()
+        held.release()
+        return False
+
+    def commit(self, mark: Mark) -> None:
+        """Shows a step that was prepared; nothing if that was done before."""
+        with self._transaction_lock:
+            pending = self._pending if self._record.commit(mark) else None
+            if pending is not None:
+                self._pending = None
+                pending.trial.show()
+                pending.held.release()
+
+    def abort(self, mark: Mark) -> None:
+        """Undoes a step that was prepared, or will be."""
+        with self._transaction_lock:
+            pending = self._pending if self._record.abort(mark) else None
+            if pending is not None:
+                self._pending = None
+                pending.trial.undo()
+                pending.held.release()
+
+    def step_alone(self, mark: Mark, context_id: int | None, changes: Changes) -> None:
+        """Both phases at once, for the only owner."""
+        with hold(self._locks):
+            trial = self._try_step(context_id, changes)
+            with self._transaction_lock:
+                self._record.prepare(mark)
+                self._record.commit(mark)
+            trial.show()
+
+    def _try_step(self, context_id: int | None, changes: Changes) -> Trial:
+        """The caller has the locks."""
+        self._share_memory()
+        trial = Trial(self._optimizer, self.parameters, self._stand_ins)
+        try:
+            self._apply(changes)
+            self._take_gradients(context_id)
+            trial.step()
+        except BaseException:
+            trial.undo()
+            raise
+        finally:
+            for stand_in in self._stand_ins:
+                stand_in.grad = None
+        return trial
+
+    # ------------------------------------------------------------------- with closures
 
     def _step_with(
         self, evaluations: RRef[Evaluations], context_id: int | None

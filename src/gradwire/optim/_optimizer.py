@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradwire.autograd.extension import check_repeatable
 from gradwire.errors import UsageError
 from gradwire.optim._closures import (
     Evaluations,
@@ -17,7 +18,7 @@ from gradwire.optim._closures import (
     evaluate,
     needs_closure,
 )
-from gradwire.optim._gradients import check_context
+from gradwire.optim._gradients import Source, check_context, find_source
 from gradwire.optim._local import (
     Changes,
     Group,
@@ -27,6 +28,7 @@ from gradwire.optim._local import (
 from gradwire.optim._owners import ask_all
 from gradwire.optim._references import check_references
 from gradwire.optim._state import gather, scatter
+from gradwire.optim._transactions import Transactions
 from gradwire.rpc import Future, RRef, rpc_async
 
 __all__ = ["DistributedOptimizer"]
@@ -87,7 +89,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params_rref: References to parameters; or groups of them, dictionaries with
             ``"params"`` and hyperparameters, as in torch.
         args: Further arguments of the class.
-        kwargs: Likewise.
+        two_phase: Each step is made by all owners or by none: all prepare it, and then
+            commit. That takes two requests instead of one. It is always so with several
+            owners inside of `gradwire.autograd.retry`.
+        kwargs: Further arguments of the class.
 
     Attributes:
         param_groups: As in torch, with references for parameters. Changed
@@ -108,6 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         params_rref: Iterable[RRef[Tensor]] | Iterable[dict[str, Any]],
         *args: Any,
+        two_phase: bool = False,
         **kwargs: Any,
     ) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(
@@ -120,6 +126,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer_class = optimizer_class
         self._needs_closure = needs_closure(optimizer_class)
         self._arguments = args, kwargs
+        self._is_two_phase = two_phase
+        self._transactions = Transactions()
         self._shares: list[_Share] = []
         self._sent: dict[int, dict[str, Any]] = {}  # hyperparameters that owners have
         if isinstance(params_rref, (RRef, Tensor)):
@@ -196,7 +204,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Changes all parameters that have a gradient, on their owners.
 
         Steps of several trainers on the same parameters come one after the other. If an
-        owner fails, the others have made their step all the same.
+        owner fails, the others have made their step all the same; in two phases nobody
+        has.
 
         Args:
             context_id: The context whose gradients to use; those of other contexts, and
@@ -210,12 +219,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             UnknownContext: There is no such context, or it is over.
             UsageError: The class must evaluate the closure again and again, but the
-                parameters live in several places.
+                parameters live in several places, or steps are made in two phases.
+            NotRepeatable: In two phases: all owners had prepared the step when one of
+                them was lost, and the others have made it.
             OwnersFailed: More than one owner failed; the error of the only one otherwise.
         """
         if callable(context_id):
             raise TypeError("pass a closure by name: step(context_id, closure=...)")
-        source = check_context(context_id)
+        if context_id is None:
+            check_repeatable("optimizer.step() without a context")
+        source = find_source(context_id)
         if closure is None:
             if self._needs_closure:
                 raise TypeError(
@@ -225,7 +238,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._step_everywhere(source)
             return None
         if len(self._shares) == 1 and decides_itself(self._optimizer_class):
-            return self._step_with(closure, source)
+            if self._needs_two_phases(source):
+                raise UsageError(
+                    f"{self._optimizer_class.__name__} evaluates its closure while it "
+                    "changes parameters, so its steps cannot be undone: neither two "
+                    "phases nor retry() are possible with it"
+                )
+            return self._step_with(closure, source.context_id)
         if self._needs_closure:
             owners = ", ".join(repr(share.owner) for share in self._shares)
             raise UsageError(
@@ -238,10 +257,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._step_everywhere(source)
         return loss
 
-    def _step_everywhere(self, source: int | None) -> None:
+    def _step_everywhere(self, source: Source) -> None:
         changes = self._changes()
-        self._ask(lambda share, proxy: proxy.step(source, share.select(changes)))
+        if self._needs_two_phases(source):
+            self._transactions.step(self._shares, source, changes)
+        else:
+            context_id = source.context_id
+            self._ask(
+                lambda share, proxy: proxy.step(context_id, share.select(changes))
+            )
         self._note_sent(changes)
+
+    def _needs_two_phases(self, source: Source) -> bool:
+        return self._is_two_phase or source.attempt is not None
 
     def _step_with(self, closure: Callable[[], Any], source: int | None) -> Any:
         (share,) = self._shares

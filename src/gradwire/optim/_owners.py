@@ -17,7 +17,14 @@ from gradwire.autograd.extension import outside_context
 from gradwire.errors import GradwireError
 from gradwire.rpc import Future
 
-__all__ = ["OwnersFailed", "ask_all", "combine", "outcome_of"]
+__all__ = [
+    "OwnersFailed",
+    "ask_all",
+    "collect",
+    "combine",
+    "outcome_of",
+    "raise_failures",
+]
 
 
 class OwnersFailed(GradwireError):
@@ -43,15 +50,35 @@ class OwnersFailed(GradwireError):
         return combine, (self.failures,)
 
 
-def ask_all(calls: Iterable[tuple[str, Callable[[], Future[Any]]]]) -> list[Any]:
-    """Starts calls to owners, waits for all of them, and returns their results.
+Calls = Iterable[tuple[str, Callable[[], Future[Any]]]]
+"""For each the name of the owner, and what starts the call."""
 
-    Args:
-        calls: For each the name of the owner, and what starts the call.
+
+def ask_all(calls: Calls) -> list[Any]:
+    """Starts calls to owners, waits for all of them, and returns their results.
 
     Raises:
         OwnersFailed: More than one owner failed.
         Exception: What failed on the only owner that did.
+    """
+    results, failures = collect(calls)
+    raise_failures(failures)
+    return results
+
+
+def raise_failures(failures: dict[str, Exception]) -> None:
+    """Raises what failed on owners, if anything did."""
+    if len(failures) > 1:
+        raise combine(failures)
+    while failures:
+        raise failures.popitem()[1]
+
+
+def collect(calls: Calls) -> tuple[list[Any], dict[str, Exception]]:
+    """Starts calls to owners, and waits for all of them.
+
+    Returns:
+        Their results, None for those that failed; and what failed, by owner.
     """
     under_way = []
     with outside_context():
@@ -72,11 +99,7 @@ def ask_all(calls: Iterable[tuple[str, Callable[[], Future[Any]]]]) -> list[Any]
             # An owner is asked more than once if groups of parameters came later.
             failures.setdefault(owner, failure)
         del future, failure  # an error must not lead to itself: frames are expensive
-    if len(failures) > 1:
-        raise combine(failures)
-    while failures:
-        raise failures.popitem()[1]
-    return results
+    return results, failures
 
 
 def outcome_of(future: Future[Any]) -> tuple[Any, Exception | None]:

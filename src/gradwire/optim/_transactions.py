@@ -1,0 +1,178 @@
+"""Steps in two phases, as the trainer drives them; see `gradwire.optim._protocol`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+from gradwire.autograd.extension import Attempt, add_note, outside_context
+from gradwire.errors import NotRepeatable, PeerLostError
+from gradwire.optim._gradients import Source
+from gradwire.optim._local import Changes, LocalOptimizer
+from gradwire.optim._owners import ask_all, collect, combine, raise_failures
+from gradwire.optim._protocol import Decision, Ledger, Mark, Vote
+from gradwire.rpc import Future, RRef
+
+__all__ = ["Transactions"]
+
+_FIRST_WAIT_S = 0.001
+_LONGEST_WAIT_S = 0.05
+
+
+class Share(Protocol):
+    """What one owner has of the parameters."""
+
+    @property
+    def owner(self) -> str:
+        """Its name."""
+
+    @property
+    def rref(self) -> RRef[LocalOptimizer]:
+        """Its optimizer."""
+
+    def select(self, changes: Changes) -> Changes:
+        """Changes of its groups, under the owner's numbers."""
+
+
+class Transactions:
+    """The steps of one optimizer that are applied on all owners or on none."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self._last = 0
+
+    def step(self, shares: Sequence[Share], source: Source, changes: Changes) -> None:
+        """Makes a step everywhere, or nowhere.
+
+        Raises:
+            NotRepeatable: All have decided to make it, and then an owner was lost.
+            Exception: Why it could not be made; nobody has made it.
+        """
+        if len(shares) == 1:
+            self._step_alone(shares, source, changes)
+            return
+        priority = number = self.next_number()
+        wait_s = _FIRST_WAIT_S
+        while not self._try(
+            shares, self.ledger.propose(number), priority, source, changes
+        ):
+            # Another trainer is at it: it must not be met again in the same step.
+            time.sleep(wait_s * random.uniform(0.5, 1.5))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            number = self.next_number()
+
+    def next_number(self) -> int:
+        """The number of a new transaction; all trainers together have an order of them."""
+        self._last = max(self._last + 1, time.time_ns())
+        return self._last
+
+    def _step_alone(
+        self, shares: Sequence[Share], source: Source, changes: Changes
+    ) -> None:
+        """One owner decides by itself, so one request is enough.
+
+        If it is lost before it has answered, the step does not count: should there be
+        snapshots, it will be given the state before.
+        """
+        mark = self.ledger.propose(self.next_number())
+
+        def call(share: Share, local: Any) -> Future[Any]:
+            future: Future[Any] = local.step_alone(
+                mark, source.context_id, share.select(changes)
+            )
+            return future
+
+        ask_all(_calls(shares, call))
+        self._decide(mark, source.attempt)
+
+    def _try(
+        self,
+        shares: Sequence[Share],
+        mark: Mark,
+        priority: int,
+        source: Source,
+        changes: Changes,
+    ) -> bool:
+        """One transaction; False: it had to give way to another one."""
+
+        def prepare(share: Share, local: Any) -> Future[Any]:
+            future: Future[Any] = local.prepare(
+                mark, priority, source.context_id, share.select(changes)
+            )
+            return future
+
+        try:
+            answers, failures = collect(_calls(shares, prepare))
+        except BaseException:  # an interrupt
+            _start(shares, lambda local: local.abort(mark))
+            raise
+        decision = self.ledger.decide(_VOTES[answer] for answer in answers)
+        if decision is Decision.COMMIT:
+            self._commit(shares, mark, source.attempt)
+            return True
+        collect(_calls(shares, lambda _, local: local.abort(mark)))
+        if decision is Decision.ABORT:
+            _raise_undone(failures)
+        return False
+
+    def _decide(self, mark: Mark, attempt: Attempt | None) -> None:
+        self.ledger.commit(mark)
+        if attempt is not None:
+            attempt.note_applied("optimizer.step()")
+
+    def _commit(
+        self, shares: Sequence[Share], mark: Mark, attempt: Attempt | None
+    ) -> None:
+        self._decide(mark, attempt)
+        try:
+            _, failures = collect(_calls(shares, lambda _, local: local.commit(mark)))
+        except BaseException:  # an interrupt; what is decided is done all the same
+            _start(shares, lambda local: local.commit(mark))
+            raise
+        if not failures:
+            return
+        names = ", ".join(repr(name) for name in failures)
+        raise NotRepeatable(
+            f"step {mark.step} of the optimizer was made on all owners but {names}, which "
+            "was lost after all had prepared it. There are no snapshots, so its parameters "
+            "are gone; begin again from a saved state, and see "
+            "DistributedOptimizer(snapshots=...)",
+            worker=next(iter(failures)),
+        ) from _one_of(failures)
+
+
+# What `LocalOptimizer.prepare` answers; None stands for an owner that failed.
+_VOTES = {True: Vote.PREPARED, False: Vote.BUSY, None: Vote.FAILED}
+
+
+def _calls(
+    shares: Sequence[Share], call: Callable[[Share, Any], Future[Any]]
+) -> list[tuple[str, Callable[[], Future[Any]]]]:
+    return [
+        (share.owner, partial(call, share, share.rref.rpc_async(timeout=0)))
+        for share in shares
+    ]
+
+
+def _start(shares: Sequence[Share], call: Callable[[Any], Future[Any]]) -> None:
+    """Tells all owners something that they may know, without waiting for answers."""
+    with outside_context():
+        for share in shares:
+            try:
+                call(share.rref.rpc_async(timeout=0))
+            except PeerLostError:
+                pass  # there is nothing to tell it any more
+
+
+def _one_of(failures: dict[str, Exception]) -> Exception:
+    return combine(failures) if len(failures) > 1 else next(iter(failures.values()))
+
+
+def _raise_undone(failures: dict[str, Exception]) -> NoReturn:
+    for failure in failures.values():
+        add_note(failure, "No owner has made this step: it was undone on all of them.")
+    raise_failures(failures)
+    raise AssertionError("a step was undone, and nobody has failed")
