@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from gradwire.wire import Buffer, Outgoing, Reply, decode_control, decode_value, encode
+from gradwire.wire import (
+    PICKLE,
+    Buffer,
+    Outgoing,
+    Reply,
+    decode_control,
+    decode_value,
+    encode,
+)
 
 
 def receive(buffers: list[Buffer]) -> list[torch.UntypedStorage]:
@@ -22,7 +30,8 @@ def receive(buffers: list[Buffer]) -> list[torch.UntypedStorage]:
 
 def decode(outgoing: Outgoing) -> tuple[Any, list[torch.Tensor]]:
     message, _ = decode_control(outgoing.head)
-    return decode_value(message, outgoing.head, receive(outgoing.buffers))
+    buffers = receive(outgoing.buffers)
+    return decode_value(message, outgoing.head, buffers, serializer=PICKLE)
 
 
 def roundtrip(value: Any) -> Any:

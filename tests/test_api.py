@@ -31,8 +31,10 @@ ERROR_NAMES = [
     "GraphConsumed",
     "HandshakeRefused",
     "InvalidWorkerName",
+    "LimitExceeded",
     "LocalProtocolError",
     "NoActiveContext",
+    "NotExported",
     "NotInitialized",
     "NotRepeatable",
     "OwnerLost",
@@ -54,6 +56,7 @@ RPC_NAMES = [
     "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
+    "export",
     "functions",
     "get_debug_info",
     "get_rpc_timeout",
@@ -185,6 +188,7 @@ OPTIONS = {
     "max_inflight_bytes": 64 << 20,
     "shared_memory_min_bytes": 128 << 10,
     "shared_memory_keep_bytes": 512 << 20,
+    "serializer": "pickle",
 }
 
 FUTURE_METHODS = [

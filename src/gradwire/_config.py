@@ -13,6 +13,8 @@ __all__ = ["RpcBackendOptions", "find_secret"]
 UNSET_TIMEOUT = -1.0
 """The value of ``timeout=`` that means "the default of the agent", as in torch."""
 
+SERIALIZERS = ("pickle", "safe")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RpcBackendOptions:
@@ -43,6 +45,9 @@ class RpcBackendOptions:
         shared_memory_min_bytes: Tensors of at least this size go through shared memory
             between workers on one host.
         shared_memory_keep_bytes: How many bytes of unused segments one connection keeps.
+        serializer: How values travel, the same on all workers of a group: ``"pickle"``
+            between workers that trust each other, ``"safe"`` if they do not: nothing is
+            unpickled, and only what `gradwire.rpc.export` marks can be called.
 
     Example:
         >>> RpcBackendOptions(rpc_timeout=5.0).rpc_timeout
@@ -67,6 +72,7 @@ class RpcBackendOptions:
     max_inflight_bytes: int = 64 << 20
     shared_memory_min_bytes: int = 128 << 10
     shared_memory_keep_bytes: int = 512 << 20
+    serializer: str = "pickle"
 
     def __post_init__(self) -> None:
         _check_seconds("rpc_timeout", self.rpc_timeout, zero_allowed=True)
@@ -97,6 +103,11 @@ class RpcBackendOptions:
             )
         if self.tls is not None:
             raise ValueError("tls is reserved for a later version and must be None")
+        if self.serializer not in SERIALIZERS:
+            raise ValueError(
+                f"serializer must be one of {', '.join(map(repr, SERIALIZERS))}, found "
+                f"{self.serializer!r}"
+            )
         if self.transports is not None and not self.transports:
             raise ValueError("transports must name at least one transport, or be None")
         if self.secret is not None and len(self.secret) == 0:

@@ -2,7 +2,8 @@
 
     GradwireError
       UsageError(RuntimeError)        NotInitialized, UnknownWorker, InvalidWorkerName,
-                                      NoActiveContext, UnknownContext, ContextReleased
+                                      NoActiveContext, UnknownContext, ContextReleased,
+                                      NotExported
       TransportError                  ConnectError, ClosedError, PeerLostError, OwnerLost
       ProtocolError                   LocalProtocolError, RemoteProtocolError,
                                       VersionMismatch, HandshakeRefused
@@ -10,13 +11,15 @@
       DeadlineExceeded(TimeoutError)  ConnectTimeout, CallTimeout, ShutdownTimeout,
                                       BackwardTimeout
       RemoteError                     user code raised on another worker
+      LimitExceeded                   a worker asked for more than another one grants it
       AutogradError(RuntimeError)     BackwardFailed, GraphConsumed, ForeignGraph
       NotRepeatable                   a step was applied in part, or its error came late
 
 The tree is split by what the caller can do about it: mend the program (UsageError,
 AutogradError, SerializationError), wait or go on without a worker (TransportError,
-DeadlineExceeded), report a bug or a stranger (ProtocolError), look at the other worker
-(RemoteError), or begin again from a saved state (NotRepeatable).
+DeadlineExceeded), ask for less (LimitExceeded), report a bug or a stranger
+(ProtocolError), look at the other worker (RemoteError), or begin again from a saved
+state (NotRepeatable).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 
 Every error keeps its facts as attributes and survives pickling.
@@ -41,8 +44,10 @@ __all__ = [
     "GraphConsumed",
     "HandshakeRefused",
     "InvalidWorkerName",
+    "LimitExceeded",
     "LocalProtocolError",
     "NoActiveContext",
+    "NotExported",
     "NotInitialized",
     "NotRepeatable",
     "OwnerLost",
@@ -105,6 +110,10 @@ class UnknownContext(UsageError):
 
 class ContextReleased(UnknownContext):
     """The autograd context was left; its graphs and gradients are gone."""
+
+
+class NotExported(UsageError):
+    """With ``serializer="safe"``: what was asked for is not exported to the caller."""
 
 
 class TransportError(GradwireError):
@@ -210,6 +219,32 @@ class ForeignGraph(AutogradError):
 
 class NotRepeatable(GradwireError):
     """A step cannot be run again, because something of it has been applied for good."""
+
+
+class LimitExceeded(GradwireError):
+    """A worker asked for more than this one grants to a single peer.
+
+    Attributes:
+        limit: Name of the option that sets the limit.
+        value: Its value.
+        peer: The worker that asked.
+    """
+
+    limit: str = ""
+    value: int = 0
+    peer: str | None = None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        worker: str | None = None,
+        limit: str = "",
+        value: int = 0,
+        peer: str | None = None,
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.limit, self.value, self.peer = limit, value, peer
 
 
 class RemoteError(GradwireError):

@@ -17,7 +17,7 @@ import mutations
 from fuzz.corpus import make_messages
 from fuzz.running import Finding, Target
 from gradwire.errors import DecodeError, RemoteProtocolError
-from gradwire.wire import _codec, decode_control, decode_value
+from gradwire.wire import PickleSerializer, _codec, decode_control, decode_value
 
 _FIXED = struct.Struct(">BBHII")
 _DEEP = msgspec.Raw(b"\x91" * 3000 + b"\xc0")
@@ -40,13 +40,11 @@ class Messages(Target):
             Arrived(m.head, tuple(b.nbytes for b in m.buffers)) for m in make_messages()
         ]
         self._heads = [arrived.head for arrived in self._corpus]
-        self._loads, _codec.loads = _codec.loads, _no_loads
         self._warnings = warnings.catch_warnings()
         self._warnings.__enter__()
         warnings.simplefilter("ignore")  # torch calls some layouts experimental
 
     def close(self) -> None:
-        _codec.loads = self._loads
         self._warnings.__exit__(None, None, None)
 
     def make(self, choice: random.Random) -> Arrived:
@@ -72,7 +70,9 @@ class Messages(Target):
     def feed(self, given: Arrived) -> str:
         message, _ = decode_control(given.head)
         buffers = [torch.UntypedStorage(size) for size in given.buffers]
-        value, tensors = decode_value(message, given.head, buffers)
+        value, tensors = decode_value(
+            message, given.head, buffers, serializer=_NO_LOADS
+        )
         if tensors:
             _check_tensors(tensors, message.body.storages)  # type: ignore[attr-defined]
         if value is _codec.NO_VALUE:
@@ -80,8 +80,12 @@ class Messages(Target):
         return f"value with {min(len(tensors), 3)} tensors"
 
 
-def _no_loads(data: bytes, tensors: object, unpack: object = None) -> None:
-    return None
+class _NoLoads(PickleSerializer):
+    def loads(self, data: bytes, tensors: object, unpack: object) -> None:
+        return None
+
+
+_NO_LOADS = _NoLoads()
 
 
 def _change_control(head: bytes, choice: random.Random) -> bytes:

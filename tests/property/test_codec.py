@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import DecodeError, ProtocolError
-from gradwire.wire import Call, Reply, decode_control, decode_value, encode
+from gradwire.wire import PICKLE, Call, Reply, decode_control, decode_value, encode
 from gradwire.wire._dtypes import CODE_OF_DTYPE
 from loopback import assert_same_tensor, decode, raw_bytes, receive, roundtrip
 
@@ -191,7 +191,9 @@ def test_tampered_head_raises_only_our_errors(data):
             head[position:position] = data.draw(st.binary(max_size=3))
     try:
         message, _ = decode_control(bytes(head))
-        _, tensors = decode_value(message, bytes(head), receive(outgoing.buffers))
+        _, tensors = decode_value(
+            message, bytes(head), receive(outgoing.buffers), serializer=PICKLE
+        )
     except (DecodeError, ProtocolError):
         return
     for tensor in tensors:
@@ -213,7 +215,7 @@ def _end(tensor: torch.Tensor) -> int:
 def test_random_head_raises_only_our_errors(head):
     try:
         message, _ = decode_control(head)
-        decode_value(message, head, [])
+        decode_value(message, head, [], serializer=PICKLE)
     except (DecodeError, ProtocolError):
         pass
 

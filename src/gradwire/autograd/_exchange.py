@@ -60,8 +60,6 @@ from gradwire.rpc.extension import (
     Agent,
     Outcome,
     Peer,
-    describe,
-    rebuild,
     serving_agent,
 )
 from gradwire.transport import Frame
@@ -174,7 +172,7 @@ class Exchange:
     def check_whole(self, side: Side) -> None:
         """Raises if a worker of the context was lost."""
         if side.state.broken is not None:
-            raise rebuild(side.state.broken)
+            raise self.agent.rebuild(side.state.broken)
 
     def _wait(self, run: Run, outcome: Outcome, rank: int) -> Any:
         peer = self.agent.network.find(rank)
@@ -358,9 +356,9 @@ class Exchange:
                     i: TRACKED if id(t) in marked else 0 for i, t in enumerate(tensors)
                 }
 
-            outgoing = encode(out, values, flags)
+            outgoing = encode(out, values, flags, None, self.agent.serializer)
         else:
-            outgoing = encode(out, values)
+            outgoing = encode(out, values, None, None, self.agent.serializer)
         error = self.send(message.peer, outgoing)
         if error is not None and is_start:
             self.abort(side, run, error)
@@ -376,7 +374,9 @@ class Exchange:
             return
         answer: Any = NONE
         if message.present:
-            values, tensors = decode_value(message, frame.head, frame.buffers)
+            values, tensors = decode_value(
+                message, frame.head, frame.buffers, None, self.agent.serializer
+            )
             tracked = tracked_tensors(message, tensors) if message.history >= 0 else []
             if type(values) is not tuple or len(values) != sum(message.present):
                 raise RemoteProtocolError("a gradient message is malformed")
@@ -471,9 +471,11 @@ class Exchange:
         side = self.registry.find(ContextName(message.key, message.incarnation))
         if side is None:
             return
-        value, _ = decode_value(message, frame.head, frame.buffers)
+        value, _ = decode_value(
+            message, frame.head, frame.buffers, None, self.agent.serializer
+        )
         pass_id = PassId(message.starter, message.number)
-        self._fail(side, pass_id, value, rebuild(value), peer.info.id)
+        self._fail(side, pass_id, value, self.agent.rebuild(value), peer.info.id)
 
     # ---------------------------------------------------------------------------- ends
 
@@ -516,7 +518,7 @@ class Exchange:
 
     def describe(self, error: BaseException) -> Any:
         """What others are told of an error; kept instead of it, which keeps its frames."""
-        return describe(error, self.agent.info.name)
+        return self.agent.describe(error)
 
     def fail(self, side: Side, run: Run, error: BaseException) -> None:
         """Our part of a pass failed; everybody is told. Nothing if it is over already.
@@ -649,7 +651,8 @@ class Exchange:
     def _tell_abort(
         self, name: ContextName, pass_id: PassId, to: int, cause: Any
     ) -> None:
-        self.send(to, encode(PassAbort(*name, *pass_id), cause))
+        abort = PassAbort(*name, *pass_id)
+        self.send(to, encode(abort, cause, serializer=self.agent.serializer))
 
     def send(self, rank: int, outgoing: Outgoing) -> GradwireError | None:
         """Sends to a worker; returns why not. Whoever needs it is told by `peer_lost`."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from gradwire.errors import RemoteProtocolError
 from gradwire.wire import Body, Message, register_message
 
 __all__ = [
@@ -122,8 +123,17 @@ _decoders: dict[type, Any] = {
 
 
 def decode_header(cls: type, data: bytes) -> Any:
-    """The header that a message carried."""
-    return _decoders[cls](data)
+    """The header that a message carried.
+
+    Raises:
+        RemoteProtocolError: It is malformed.
+    """
+    try:
+        return _decoders[cls](data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(
+            f"the header of a recorded message is malformed: {error}"
+        ) from error
 
 
 class PassStart(Message, array_like=True, gc=False):

@@ -30,6 +30,7 @@ from gradwire.rpc._api import (
     shutdown,
     wait_for_worker,
 )
+from gradwire.rpc._exports import export
 from gradwire.rpc._future import Future
 from gradwire.rpc._rref import RRef, remote
 
@@ -38,6 +39,7 @@ __all__ = [
     "RRef",
     "RpcBackendOptions",
     "WorkerInfo",
+    "export",
     "functions",
     "get_debug_info",
     "get_rpc_timeout",

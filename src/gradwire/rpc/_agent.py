@@ -34,6 +34,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
+from gradwire.rpc._exports import exports
 from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
 from gradwire.rpc._interceptors import Note, registered_interceptors
 from gradwire.rpc._link import Link
@@ -45,7 +46,7 @@ from gradwire.rpc._packing import Packing
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
-from gradwire.rpc._remote_exceptions import rebuild
+from gradwire.rpc._remote_exceptions import Description, describe, rebuild
 from gradwire.rpc._resending import (
     LOST,
     Resending,
@@ -62,6 +63,7 @@ from gradwire.rpc._serving import (
 )
 from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import interruptible, shielded
+from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
 from gradwire.rpc._turn import (
     LOOK_S,
     about_to_block,
@@ -76,12 +78,14 @@ from gradwire.wire import (
     Heartbeat,
     Message,
     Outgoing,
+    PickleSerializer,
     Reply,
+    SafeSerializer,
+    Serializer,
     decode_control,
     decode_value,
     encode,
     kind_of,
-    name_of,
     set_compiler,
     thread_state_is_clean,
     tracked_tensors,
@@ -116,6 +120,15 @@ class Agent:
         self.info = WorkerInfo(check_worker_name(name), check_rank(rank))
         self.options = options
         self.rpc_timeout = options.rpc_timeout
+        self.is_safe = options.serializer == "safe"
+        self.serializer: Serializer
+        self.targets: Targets
+        if self.is_safe:
+            self.serializer = SafeSerializer()
+            self.targets = ExportedTargets(exports, name)
+        else:
+            self.serializer = PickleSerializer()
+            self.targets = AnyTargets()
         secret = find_secret(options)
         schemes = usable_schemes(options, secret)
         # From here on there are descriptors to close.
@@ -164,7 +177,7 @@ class Agent:
     def call(
         self,
         to: object,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: tuple[Any, ...] | list[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
@@ -197,7 +210,7 @@ class Agent:
     def call_async(
         self,
         to: object,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: tuple[Any, ...] | list[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
@@ -216,7 +229,7 @@ class Agent:
     def _call_async(
         self,
         to: object,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: tuple[Any, ...] | list[Any] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
@@ -236,7 +249,7 @@ class Agent:
     def _start_call(
         self,
         to: object,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | str,
         args: tuple[Any, ...] | list[Any] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
@@ -244,14 +257,12 @@ class Agent:
     ) -> PendingCall:
         peer = self.network.find(to)
         if not callable(function):
-            raise TypeError(
-                f"function should be callable, found {type(function).__name__}"
-            )
+            self.targets.check_callable(function)
         deadline = self.deadline(timeout)
         link = peer.link
         if link is None or peer.fate is not None:
             link = self.network.link_to(peer, deadline)
-        target = name_of(function)
+        target = self.targets.name(function)
         if type(args) is not tuple:
             args = _as_tuple(args)
         if kwargs is not None:
@@ -352,7 +363,7 @@ class Agent:
     ) -> Outgoing:
         """Encodes a call with the headers of the interceptors, and keeps their notes."""
         if label.startswith(INTERNAL_PREFIX) or not self.interceptors:
-            return encode(message, value)
+            return encode(message, value, serializer=self.serializer)
         is_grad_enabled = torch.is_grad_enabled()
         packer = self.packing.packer(peer)
 
@@ -376,7 +387,7 @@ class Agent:
             return flags
 
         try:
-            return encode(message, value, add_headers, packer)
+            return encode(message, value, add_headers, packer, self.serializer)
         except BaseException as error:
             self.packing.discard(error)
             raise
@@ -555,10 +566,10 @@ class Agent:
     def serve(self, link: Link, request: Any) -> None:
         """See `LinkOwner`."""
         peer, message, frame = request
-        if type(message) is Call:
-            self._server.serve(link, peer, message, frame)
-            return
         try:
+            if type(message) is Call:
+                self._server.serve(link, peer, message, frame)
+                return
             self._requests[type(message)](peer, message, frame)
         except GradwireError as error:
             self.lose(peer, f"it broke the protocol: {error}")
@@ -594,10 +605,14 @@ class Agent:
         """The value or the error that an answer carries."""
         try:
             value, tensors = decode_value(
-                message, frame.head, frame.buffers, self.packing.unpacker(peer)
+                message,
+                frame.head,
+                frame.buffers,
+                self.packing.unpacker(peer),
+                self.serializer,
             )
             if type(message) is not Reply:
-                return None, rebuild(value)
+                return None, self.rebuild(value)
             tracked = tracked_tensors(message, tensors) if message.headers else []
             for interceptor in self.interceptors:
                 name = interceptor.name
@@ -612,6 +627,14 @@ class Agent:
             self._drop_answer(peer, message)
             return None, problem
         return value, None
+
+    def describe(self, error: BaseException) -> Description:
+        """What others are told of an error that was raised here."""
+        return describe(error, self.info.name, is_safe=self.is_safe)
+
+    def rebuild(self, description: Any) -> BaseException:
+        """The error that another worker has described."""
+        return rebuild(description, is_safe=self.is_safe)
 
     def _drop_answer(self, peer: Peer, message: Message) -> None:
         headers: dict[str, bytes] | None = getattr(message, "headers", None)

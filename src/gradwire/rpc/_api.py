@@ -245,7 +245,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
@@ -255,7 +255,8 @@ def rpc_sync(
     Args:
         to: Name, rank or `WorkerInfo` of the worker.
         func: A function that the worker can import: a module-level function, a class, a
-            torch operator, or a bound method of something that can be pickled.
+            torch operator, or a bound method of something that can be pickled. With
+            ``serializer="safe"``: what the worker has exported, or its name.
         args: Positional arguments.
         kwargs: Keyword arguments.
         timeout: Deadline of the call in seconds; 0: as long as the worker lives; -1: the
@@ -277,7 +278,7 @@ def rpc_sync(
 
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,

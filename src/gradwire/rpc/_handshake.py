@@ -54,7 +54,9 @@ from gradwire.rpc._handshake_records import (
     PROTOCOL,
     PROTOCOL_VERSION,
     REFUSAL_CODES,
+    SAFE,
     SECRET,
+    SERIALIZER,
     TAKEN,
     USER,
     VERSION,
@@ -73,6 +75,7 @@ from gradwire.rpc._handshake_records import (
     check_nonce,
     pack,
     printable,
+    refusal_of_serializer,
 )
 
 __all__ = [
@@ -83,7 +86,9 @@ __all__ = [
     "PROTOCOL",
     "PROTOCOL_VERSION",
     "REFUSAL_CODES",
+    "SAFE",
     "SECRET",
+    "SERIALIZER",
     "TAKEN",
     "USER",
     "VERSION",
@@ -337,6 +342,13 @@ class _Handshake(ABC):
                 f"same user are allowed; {_REMEDY}",
             )
 
+    def _check_serializer(self) -> None:
+        if self._claimed is None:
+            raise AssertionError("compared with a peer that has not presented itself")
+        refusal = refusal_of_serializer(self._identity, self._claimed)
+        if refusal is not None:
+            raise self._refuse(refusal.code, refusal.reason)
+
     def _peer_text(self) -> str:
         if self._claimed is None:
             return "the other end of this connection"
@@ -463,6 +475,7 @@ class InitiatorHandshake(_Handshake):
                 f"{body.name!r}, rank {body.rank}, incarnation {body.incarnation}; it was "
                 "restarted, or the address is out of date",
             )
+        self._check_serializer()
 
 
 class AcceptorHandshake(_Handshake):
@@ -537,6 +550,7 @@ class AcceptorHandshake(_Handshake):
         self._check_proof(body.proof, expected)
         if self._claimed is None:
             raise AssertionError("a challenge was sent before the peer's identity came")
+        self._check_serializer()
         try:
             refusal = self._admit(self._claimed)
         except Exception:

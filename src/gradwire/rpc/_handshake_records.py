@@ -27,7 +27,9 @@ __all__ = [
     "PROTOCOL",
     "PROTOCOL_VERSION",
     "REFUSAL_CODES",
+    "SAFE",
     "SECRET",
+    "SERIALIZER",
     "TAKEN",
     "USER",
     "VERSION",
@@ -46,6 +48,7 @@ __all__ = [
     "check_nonce",
     "pack",
     "printable",
+    "refusal_of_serializer",
 ]
 
 MAGIC = b"GRADWIRE"
@@ -63,10 +66,14 @@ IDENTITY = "identity"
 TAKEN = "taken"
 GLARE = "glare"
 CLOSING = "closing"
+SERIALIZER = "serializer"
 PROTOCOL = "protocol"
 REFUSAL_CODES = frozenset(
-    {SECRET, USER, VERSION, IDENTITY, TAKEN, GLARE, CLOSING, PROTOCOL}
+    {SECRET, USER, VERSION, IDENTITY, TAKEN, GLARE, CLOSING, SERIALIZER, PROTOCOL}
 )
+
+SAFE = "safe"
+"""The feature of a worker that unpickles nothing."""
 
 HEADER = struct.Struct(">8sHBBI")  # magic, version, kind, zero, body length
 VERSION_END = len(MAGIC) + 2
@@ -195,6 +202,20 @@ def check_identity(identity: PeerIdentity) -> None:
                 f"a feature must be 1 to {MAX_FEATURE_LENGTH} printable ASCII "
                 f"characters, found {printable(feature)!r}"
             )
+
+
+def refusal_of_serializer(own: PeerIdentity, other: PeerIdentity) -> Refusal | None:
+    """Why two workers that send values in different ways cannot be in one group."""
+    ours, theirs = (
+        "safe" if SAFE in identity.features else "pickle" for identity in (own, other)
+    )
+    if ours == theirs:
+        return None
+    return Refusal(
+        SERIALIZER,
+        f"worker {own.name!r} has the option serializer={ours!r}, worker {other.name!r} "
+        f"has serializer={theirs!r}; give all workers of a group the same",
+    )
 
 
 def check_nonce(nonce: bytes) -> None:

@@ -149,6 +149,7 @@ class Network:
             boot_id=self._host.boot_id,
             network_namespace=self._host.network_namespace,
             addresses=addresses,
+            serializer=self._options.serializer,
         )
         self._connect_to_self(record)
         return record
@@ -199,7 +200,8 @@ class Network:
     # ----------------------------------------------------------------- connections
 
     def _identify(self) -> PeerIdentity:
-        return PeerIdentity(*self._info, self.incarnation, time.monotonic())
+        features = (_handshake.SAFE,) if self._options.serializer == "safe" else ()
+        return PeerIdentity(*self._info, self.incarnation, time.monotonic(), features)
 
     def _admit(self, identity: PeerIdentity) -> _handshake.Refusal | None:
         with self._lock:
@@ -346,6 +348,8 @@ class Network:
         except HandshakeRefused as error:
             if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
                 return False
+            if error.code == _handshake.SERIALIZER:
+                return True  # it lives; the rendezvous says what is wrong
             raise
         except (ConnectError, ConnectTimeout, PeerLostError):
             return False

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
+from gradwire.errors import DecodeError
 from gradwire.rpc._interceptors import Interceptor
 from gradwire.rpc._peer import Peer
 
@@ -38,7 +39,10 @@ class Packing:
 
     def _unpack(self, peer: Peer, packed: Any) -> Any:
         name, content = packed
-        return self._unpacks[name](content, peer)
+        unpack = self._unpacks.get(name)
+        if unpack is None:
+            raise DecodeError(f"an object of an unknown layer, {name!r:.40}, arrived")
+        return unpack(content, peer)
 
     def discard(self, error: BaseException) -> None:
         """See `Interceptor.discarded`."""

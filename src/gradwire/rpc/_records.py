@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gradwire._config import SERIALIZERS
 from gradwire._ids import MAX_RANK, check_rank, check_worker_name
 from gradwire.errors import RemoteProtocolError
 from gradwire.rpc._handshake_records import printable
@@ -34,6 +35,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         network_namespace: Inode number of its network namespace, as text.
         addresses: Where it listens: scheme of the transport to address.
         active: Whether it has joined its group already.
+        serializer: How it sends values, see `RpcBackendOptions`.
     """
 
     name: str
@@ -44,6 +46,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network_namespace: str
     addresses: dict[str, str]
     active: bool = False
+    serializer: str = "pickle"
 
 
 def encode_record(record: WorkerRecord) -> str:
@@ -104,6 +107,8 @@ def _check(record: WorkerRecord, data: bytes) -> None:
         raise ValueError(
             f"it has {len(record.addresses)} addresses, above {MAX_ADDRESSES}"
         )
+    if record.serializer not in SERIALIZERS:
+        raise ValueError(f"serializer {record.serializer[:40]!r} is unknown")
     texts = {"boot_id": record.boot_id, "network_namespace": record.network_namespace}
     for scheme, address in record.addresses.items():
         texts |= {f"scheme {scheme!r}": scheme, f"address of {scheme!r}": address}

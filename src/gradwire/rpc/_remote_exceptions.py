@@ -5,39 +5,69 @@ for the purpose inherits from both, so ``except MyError`` works, attributes are 
 there, and ``str`` also tells the worker and the traceback there. Where that is not
 possible, an instance of its own class with the facts as attributes comes; where even
 that is not possible, a plain `RemoteError` with the text.
+
+Between parties that do not trust each other nothing is pickled: the name of the class and
+the text travel, no traceback, and classes are found in a fixed table.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
 import pickle
 import traceback
 from typing import Any
 
-from gradwire.errors import RemoteError
+from gradwire import errors
+from gradwire.errors import DecodeError, RemoteError
 
 __all__ = ["describe", "rebuild"]
 
 Description = tuple[str, str, str, str, "bytes | None"]
 """Worker, qualified name of the class, text, traceback, pickled exception or None."""
 
+BY_NAME = b""
+"""In the place of the pickled exception: the class is one of a fixed table."""
 
-def describe(error: BaseException, worker: str) -> Description:
-    """What is sent of an exception that was raised on ``worker``."""
+
+def describe(
+    error: BaseException, worker: str, *, is_safe: bool = False
+) -> Description:
+    """What is sent of an exception that was raised on ``worker``.
+
+    Args:
+        error: The exception.
+        worker: Where it was raised.
+        is_safe: For somebody who is not trusted: no pickle, and no traceback, which
+            shows code.
+    """
     original = _original_type(type(error))
     name = f"{original.__module__}.{original.__qualname__}"
     if isinstance(error, RemoteError) and error.worker is not None:
         # It only passes through here.
         worker, name = error.worker, error.remote_type or name
+    if is_safe:
+        return worker, name, _text_of(error), "", BY_NAME
     trace = "".join(traceback.format_exception(error))
     return worker, name, _text_of(error), trace, _pickled(error)
 
 
-def rebuild(description: Description) -> BaseException:
-    """The exception to raise on the caller."""
+def rebuild(description: Description, *, is_safe: bool = False) -> BaseException:
+    """The exception to raise on the caller.
+
+    Args:
+        description: What came.
+        is_safe: It came from somebody who is not trusted.
+
+    Raises:
+        DecodeError: This is no description.
+    """
+    _check(description)
     worker, name, message, trace, data = description
     error: BaseException | None = None
-    if data is not None:
+    if data == BY_NAME or is_safe:
+        error = _construct_known(name, message)
+    elif data is not None:
         try:
             error = _revive(data)
         except Exception:  # the class cannot be imported here, or refuses
@@ -50,6 +80,16 @@ def rebuild(description: Description) -> BaseException:
     if not isinstance(error, RemoteError) and hasattr(error, "add_note"):
         error.add_note(f"Raised on worker {worker!r}:\n{trace.rstrip()}")
     return error
+
+
+def _check(description: object) -> None:
+    if (
+        type(description) is not tuple
+        or len(description) != 5
+        or any(type(text) is not str for text in description[:4])
+        or type(description[4]) not in (bytes, type(None))
+    ):
+        raise DecodeError("the description of an error that arrived is malformed")
 
 
 def _text_of(error: BaseException) -> str:
@@ -100,6 +140,29 @@ def _revive(data: bytes) -> Any:
     return error
 
 
+def _construct_known(name: str, message: str) -> Any:
+    known = _known.get(name)
+    return None if known is None else _construct(_remote_class(known), (message,), [])
+
+
+def _find_known() -> dict[str, Any]:
+    """Exceptions that are made of their name and text: builtin ones, and our own."""
+    known: dict[str, Any] = {}
+    for module in (builtins, errors):
+        for cls in list(vars(module).values()):
+            if not (isinstance(cls, type) and issubclass(cls, Exception)):
+                continue
+            if cls.__module__ != module.__name__ or issubclass(cls, RemoteError):
+                continue
+            kind: Any = cls
+            try:
+                _construct(_remote_class(kind), ("text",), [])
+            except TypeError:
+                continue  # those about Unicode, and groups: text alone does not make one
+            known[f"{cls.__module__}.{cls.__qualname__}"] = kind
+    return known
+
+
 def _construct(cls: Any, args: tuple[Any, ...], state: list[Any]) -> Any:
     error = cls.__new__(cls, *args)
     # The builtin class below sets what it keeps beside ``args``, such as an errno.
@@ -136,10 +199,16 @@ def _original_type(cls: type[BaseException]) -> type[BaseException]:
 
 def _text_with_traceback(self: RemoteError) -> str:
     trace = self.remote_traceback.rstrip()
+    if not trace:
+        return f"{_text_of(self)}\n\nRaised on worker {self.worker!r}"
     return f"{_text_of(self)}\n\nRaised on worker {self.worker!r}:\n{trace}"
 
 
 def _reduce(self: RemoteError, protocol: int) -> tuple[Any, ...]:
-    carried = self.__dict__[_CARRIED]
-    facts = (self.worker, self.remote_type, "", self.remote_traceback, carried)
+    carried = self.__dict__.get(_CARRIED, BY_NAME)
+    text = "" if carried else _text_of(self)
+    facts = (self.worker, self.remote_type, text, self.remote_traceback, carried)
     return rebuild, (facts,)
+
+
+_known = _find_known()

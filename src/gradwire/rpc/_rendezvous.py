@@ -258,6 +258,13 @@ class Rendezvous:
                     f"(rank {me.rank}) has {me.world_size}, worker {record.name!r} (rank "
                     f"{record.rank}) has {record.world_size}",
                 )
+            if record.serializer != me.serializer and self._is_answering(record):
+                self._quarrel(
+                    [record],
+                    f"all workers must have the same option serializer: worker {me.name!r} "
+                    f"(rank {me.rank}) has {me.serializer!r}, worker {record.name!r} (rank "
+                    f"{record.rank}) has {record.serializer!r}",
+                )
             twin = by_name.setdefault(record.name, record)
             if twin is record:
                 continue

@@ -31,12 +31,12 @@ LOST = (PeerLostError, ConnectError)
 _NO_DEADLINE_S = 60.0  # for calls that are bounded by the life of their worker only
 
 
-def is_idempotent(function: Callable[..., Any]) -> bool:
+def is_idempotent(function: Callable[..., Any] | str) -> bool:
     """Whether calls of a function may be sent again."""
     return getattr(function, IDEMPOTENT_ATTRIBUTE, False) is True
 
 
-def may_be_sent_again(function: Callable[..., Any], error: Exception) -> bool:
+def may_be_sent_again(function: Callable[..., Any] | str, error: Exception) -> bool:
     """Whether a call that failed with one of `LOST` is to be sent again."""
     # The function itself may have raised such an error, about a third worker.
     return is_idempotent(function) and not isinstance(error, RemoteError)
@@ -45,7 +45,7 @@ def may_be_sent_again(function: Callable[..., Any], error: Exception) -> bool:
 def call_again(
     agent: Agent,
     to: object,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     args: Any,
     kwargs: Any,
     deadline: float,

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from gradwire._config import UNSET_TIMEOUT
 from gradwire._ids import WorkerInfo
-from gradwire.errors import CallTimeout, UsageError
+from gradwire.errors import CallTimeout, DecodeError, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
 from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._context import serving_peer
+from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Future, Later
 from gradwire.rpc._interceptors import register_interceptor
-from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref_parts import Creation, Handle, Owned, User
 from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
-from gradwire.wire import name_of, resolve
 
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
@@ -249,7 +249,7 @@ class _Proxy:
 
 def remote(
     to: str | int | WorkerInfo,
-    func: Callable[..., T],
+    func: Callable[..., T] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
@@ -282,21 +282,21 @@ def remote(
 def _create(
     service: RefService,
     owner: WorkerInfo,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     timeout: float,
 ) -> RRef[Any]:
-    if not callable(function):
-        raise TypeError(f"function should be callable, found {type(function).__name__}")
+    targets = service.agent.targets
+    targets.check_callable(function)
+    name = targets.name(function)
     ref: Owned | User
     if owner.id == service.me:
         ref, creation = service.create_here()
     else:
         ref, creation = service.create_there(owner)
     rref: RRef[Any] = RRef._bind(service, ref)
-    name = name_of(function)
-    arguments = (creation, name, None if name else function, args, kwargs)
+    arguments = (creation, name, function if name is None else None, args, kwargs)
     call = service.agent.call_async
     try:
         rref._creation = call(owner, create, arguments, None, timeout)
@@ -309,6 +309,7 @@ def _create(
 # --------------------------------------------------------------- what runs on the owner
 
 
+@for_agents
 def create(
     owned: Owned | Creation,
     name: str | None,
@@ -320,8 +321,11 @@ def create(
     if not isinstance(owned, Owned):
         raise AssertionError("the ids of a value were not unpacked")
     try:
+        agent = current_agent()
         if function is None:
-            function = resolve(name or "")
+            function = agent.targets.find(name or "", serving_peer.get())
+        elif agent.is_safe:
+            raise DecodeError("with serializer='safe' functions are called by name")
         result = function(*args, **kwargs)
     except Exception as error:
         _set_error(owned, error)
@@ -362,7 +366,8 @@ def _later(owned: Owned, future: Any) -> Later:
 
 def _set_error(owned: Owned, error: Exception) -> None:
     # Described at once: with its traceback it would keep the handler's frame.
-    owned.settle(None, rebuild(describe(error, current_agent().info.name)))
+    agent = current_agent()
+    owned.settle(None, agent.rebuild(agent.describe(error)))
     error.__traceback__ = None
 
 
@@ -375,6 +380,7 @@ def _no_future(function: Callable[..., Any], result: object) -> UsageError:
     )
 
 
+@for_agents
 def fetch(*rref: int) -> Any:
     """The value of a reference, as soon as it is made."""
     outcome = _find(rref).outcome
@@ -390,6 +396,7 @@ def fetch(*rref: int) -> Any:
     return Later(future)
 
 
+@for_agents
 def invoke(
     rref: RRef[Any] | tuple[int, ...],
     name: str,
@@ -397,7 +404,8 @@ def invoke(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls a method of a value; an attribute that is none is returned."""
-    found = getattr(_value_of(rref), name)
+    value = _value_of(rref)
+    found = current_agent().targets.method(value, name, serving_peer.get())
     if not callable(found) and not args and not kwargs:
         return found
     result = found(*args, **kwargs)
@@ -408,6 +416,7 @@ def invoke(
     return result
 
 
+@for_agents
 def run_backward(rref: tuple[int, ...], context: int, retain_graph: bool) -> None:
     """See `RRef.backward`."""
     _run_backward(context, _value_of(rref), retain_graph)
@@ -449,6 +458,8 @@ def _value_of(rref: RRef[Any] | tuple[int, ...]) -> Any:
 
 
 def _find(rref: tuple[int, ...]) -> Owned:
+    if len(rref) != 3 or any(type(number) is not int for number in rref):
+        raise DecodeError("the id of an RRef must be three ints")
     return _service_of(current_agent()).find(RefId(*rref))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gradwire._ids import WorkerInfo
+from gradwire.errors import DecodeError, RemoteProtocolError
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._rref_table import RefId
 from gradwire.wire import Message, register_message
@@ -28,6 +29,7 @@ __all__ = [
     "User",
     "decode_header",
     "encode_header",
+    "read_packed",
 ]
 
 
@@ -80,7 +82,35 @@ class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 encode_header = msgspec.msgpack.Encoder().encode
-decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
+_decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
+
+
+def decode_header(header: bytes) -> list[Packed]:
+    """The references that a message carried.
+
+    Raises:
+        RemoteProtocolError: It is malformed.
+    """
+    try:
+        return _decode_header(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RemoteProtocolError(
+            f"the header of a message with references is malformed: {error}"
+        ) from error
+
+
+def read_packed(content: list[Any]) -> Packed | tuple[RefId, RefId]:
+    """A reference, or the ids of a value that is to be made, as plain data has them.
+
+    Raises:
+        DecodeError: It is neither.
+    """
+    try:
+        if len(content) == 2:
+            return msgspec.convert(content, tuple[RefId, RefId])
+        return msgspec.convert(content, Packed)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"a reference that arrived is malformed: {error}") from error
 
 
 class Owned:

@@ -5,7 +5,9 @@ Decisions are in `_rref_table`; what users hold is in `_rref`.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import secrets
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,7 +19,6 @@ from gradwire._ids import WorkerInfo
 from gradwire.errors import GradwireError, OwnerLost, PeerLostError, UsageError
 from gradwire.rpc._interceptors import Addition, Interceptor, Note, Scope
 from gradwire.rpc._leftovers import Leftovers
-from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref_parts import (
     Arrived,
     Creation,
@@ -30,6 +31,7 @@ from gradwire.rpc._rref_parts import (
     User,
     decode_header,
     encode_header,
+    read_packed,
 )
 from gradwire.rpc._rref_table import (
     AskFork,
@@ -73,6 +75,7 @@ class RefService(Interceptor):
         }
         self.packs = {self.handle_class: self._pack, Creation: self._pack_creation}
         self._ids = itertools.count()
+        self._id_key = secrets.token_bytes(32)
         self._local = _Transfer()
         # Guards all below: any thread that sends, receives or drops references.
         self._lock = threading.Lock()
@@ -83,8 +86,18 @@ class RefService(Interceptor):
         self._users: dict[RefId, User] = {}
 
     def new_id(self) -> RefId:
-        """An id that nobody else uses."""
-        return RefId(self.me, self.agent.network.incarnation, next(self._ids))
+        """An id that nobody else uses.
+
+        Whoever has the id of a value can ask its owner for it. Where workers do not trust
+        each other it must not be guessed, so it is a keyed hash of the number.
+        """
+        number = next(self._ids)
+        if self.agent.is_safe:
+            digest = hashlib.blake2b(
+                number.to_bytes(8, "big"), key=self._id_key, digest_size=8
+            ).digest()
+            number = int.from_bytes(digest, "big") >> 1
+        return RefId(self.me, self.agent.network.incarnation, number)
 
     # ------------------------------------------------------------------------- values
 
@@ -169,6 +182,8 @@ class RefService(Interceptor):
 
     def unpack(self, packed: Any, peer: Peer) -> Any:
         """See `Interceptor`."""
+        if type(packed) is list:  # in safe mode it comes as msgpack made it
+            packed = read_packed(packed)
         if not isinstance(packed, Packed):
             rref, fork = packed
             return self._unpack_creation(rref, fork, peer)
@@ -273,7 +288,7 @@ class RefService(Interceptor):
         self.cancel(packed)
         _, owned = self._local.take_unpacked()
         if owned is not None:
-            owned.settle(None, rebuild(describe(error, self.agent.info.name)))
+            owned.settle(None, self.agent.rebuild(self.agent.describe(error)))
 
     def cancel(self, packed: Iterable[Packed]) -> None:
         """References that we packed were not sent."""
@@ -636,8 +651,8 @@ class _CallScope(Scope):
         if packed:
             self._service.cancel(packed)
         if self._owned is not None and error is not None:
-            name = self._service.agent.info.name
-            self._owned.settle(None, rebuild(describe(error, name)))
+            agent = self._service.agent
+            self._owned.settle(None, agent.rebuild(agent.describe(error)))
 
 
 def _give_up(owned: Owned | None) -> None:

@@ -26,13 +26,12 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.rpc import _future
-from gradwire.rpc._context import serving_agent
+from gradwire.rpc._context import serving_agent, serving_peer
 from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
-from gradwire.rpc._remote_exceptions import describe
 from gradwire.rpc._turn import about_to_block, current_turn
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.transport import Frame
@@ -43,7 +42,6 @@ from gradwire.wire import (
     Reply,
     decode_value,
     encode,
-    resolve,
     tracked_tensors,
 )
 
@@ -125,9 +123,13 @@ class Server:
             return
         try:
             value, tensors = decode_value(
-                call, frame.head, frame.buffers, agent.packing.unpacker(peer)
+                call,
+                frame.head,
+                frame.buffers,
+                agent.packing.unpacker(peer),
+                agent.serializer,
             )
-            function, args, kwargs = self._unpack(call, value)
+            function, args, kwargs = self._unpack(peer, call, value)
             del value
         except Exception as error:
             self._drop(interceptors, peer, call, error)
@@ -202,15 +204,22 @@ class Server:
                 interceptor.dropped_call(peer, call.id, call.headers[interceptor.name])
 
     def _unpack(
-        self, call: Call, value: Any
+        self, peer: Peer, call: Call, value: Any
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         if call.style == POSITIONAL:
             if type(value) is not tuple or call.target is None:
                 raise DecodeError("a call without function or arguments arrived")
-            return resolve(call.target), value, {}
+            return self._agent.targets.find(call.target, peer), value, {}
         if call.style == WITH_KEYWORDS and call.target is not None:
             args, kwargs = value
-            return resolve(call.target), args, kwargs
+            if type(args) is not tuple or type(kwargs) is not dict:
+                raise DecodeError("a call with malformed arguments arrived")
+            return self._agent.targets.find(call.target, peer), args, kwargs
+        if self._agent.is_safe:
+            raise DecodeError(
+                f"a call of style {call.style} arrived: with serializer='safe' functions "
+                "are called by name"
+            )
         function, args, kwargs = value
         return function, args, kwargs
 
@@ -222,6 +231,8 @@ class Server:
         kwargs: dict[str, Any],
     ) -> Any:
         serving_agent.set(self._agent)
+        if self._agent.is_safe:
+            serving_peer.set(request.peer)
         managers = [scope.enter_handler() for _, scope in request.scopes]
         if not any(managers):
             return function(*args, **kwargs)
@@ -294,7 +305,9 @@ class _Request:
         packer = self._server._agent.packing.packer(self.peer)
         add_headers = functools.partial(self._add_headers, reply, packer)
         try:
-            outgoing = encode(reply, value, add_headers, packer)
+            outgoing = encode(
+                reply, value, add_headers, packer, self._server._agent.serializer
+            )
         except Exception as error:
             self._server._agent.packing.discard(error)
             self.fail(error)
@@ -308,15 +321,20 @@ class _Request:
         worker = self._server._agent.info.name
         _log.debug("worker %s: a call failed", worker, exc_info=error)
         try:
-            outgoing = encode(Failure(self._id), describe(error, worker))
+            outgoing = self._encode_failure(error)
         except Exception as problem:
             text = f"an error of type {type(error).__name__} that cannot be described"
             note = EncodeError(f"{text}: {problem}", worker=worker)
-            outgoing = encode(Failure(self._id), describe(note, worker))
+            outgoing = self._encode_failure(note)
         finally:
             # A traceback holds the handler's frame, and that its tensors.
             error.__traceback__ = None
         self._send(outgoing)
+
+    def _encode_failure(self, error: BaseException) -> Outgoing:
+        agent = self._server._agent
+        description = agent.describe(error)
+        return encode(Failure(self._id), description, serializer=agent.serializer)
 
     def succeed_later(self, future: Any, function: Callable[..., Any]) -> None:
         """Answers when a future completes. No thread is held until then."""
@@ -356,9 +374,7 @@ class _Request:
         except GradwireError as error:  # over a limit
             for _, scope in self.scopes:
                 scope.failed(error)
-            refusal = encode(
-                Failure(self._id), describe(error, self._server._agent.info.name)
-            )
+            refusal = self._encode_failure(error)
             with contextlib.suppress(TransportError):
                 self._link.send(refusal.head)
         finally:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.errors import GradwireError, ShutdownTimeout, UsageError
 from gradwire.rpc._context import serving_agent
+from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Future
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import wait_in_slices
@@ -289,14 +290,17 @@ def _departure() -> Departure:
     return agent.departure
 
 
+@for_agents
 @async_execution
 def _report() -> Future[int]:
     return _departure().report()
 
 
+@for_agents
 def _state() -> str:
     return _departure().state()
 
 
+@for_agents
 def _release() -> None:
     _departure().release()

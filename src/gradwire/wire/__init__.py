@@ -29,6 +29,12 @@ from gradwire.wire._messages import (
     register_message,
 )
 from gradwire.wire._pickle import Packer
+from gradwire.wire._serializers import (
+    PICKLE,
+    PickleSerializer,
+    SafeSerializer,
+    Serializer,
+)
 from gradwire.wire._tensors import INLINE_BYTES, TRACKED, Buffer
 from gradwire.wire._torch_private import (
     clean_thread_state,
@@ -39,6 +45,7 @@ from gradwire.wire._torch_private import (
 __all__ = [
     "INLINE_BYTES",
     "NO_VALUE",
+    "PICKLE",
     "TRACKED",
     "Body",
     "Buffer",
@@ -49,7 +56,10 @@ __all__ = [
     "Message",
     "Outgoing",
     "Packer",
+    "PickleSerializer",
     "Reply",
+    "SafeSerializer",
+    "Serializer",
     "TensorMeta",
     "clean_thread_state",
     "decode_control",

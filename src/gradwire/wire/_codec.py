@@ -5,11 +5,13 @@ A message is a *head* and a list of *buffers*, the raw memory of its larger tens
     head = fixed part: kind u8, flags u8 (0), reserved u16 (0),
                        length of control u32, length of payload u32 (big-endian)
            control:    the message as a msgpack array
-           payload:    pickle of the value, if it is not a plain one
+           payload:    pickle of the value, if it is not a simple one; or, where nothing
+                       may be unpickled, msgpack
            inline:     the small storages, one after the other
 
 Reading has two steps, so that a receiver can look at what came in before any code of the
-user runs: ``decode_control`` never unpickles, ``decode_value`` may.
+user runs: ``decode_control`` never unpickles, ``decode_value`` does with a serializer that
+may.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from gradwire.errors import DecodeError, EncodeError, GradwireError
 from gradwire.wire._dtypes import CODE_OF_DTYPE
 from gradwire.wire._messages import (
     FLAT_TUPLE,
-    PICKLED,
     SINGLE,
     Body,
     Message,
@@ -33,8 +34,9 @@ from gradwire.wire._messages import (
     decoder_of,
     kind_of,
 )
-from gradwire.wire._pickle import Packer, dumps, loads
+from gradwire.wire._pickle import Packer
 from gradwire.wire._rebuild import rebuild_tensors
+from gradwire.wire._serializers import PICKLE, Serializer
 from gradwire.wire._tensors import (
     COALESCED,
     COMPLEX_CODES,
@@ -120,10 +122,11 @@ def encode(
     value: Any = NO_VALUE,
     on_tensors: OnTensors | None = None,
     packer: Packer | None = None,
+    serializer: Serializer = PICKLE,
 ) -> Outgoing:
     """Encodes a message, with a value if its class can carry one.
 
-    Sets ``message.body``. Plain values, tensors, and tuples of them are not pickled.
+    Sets ``message.body``. Plain values, tensors, and tuples of them need no serializer.
     What a dispatch or function mode of the calling thread does to tensors does not
     matter.
 
@@ -134,6 +137,7 @@ def encode(
             is encoded, so that it may still set fields such as headers, and change flags
             of tensors; see `OnTensors`.
         packer: See `Packer`.
+        serializer: For all other values.
 
     Raises:
         EncodeError: If something in the value cannot be sent.
@@ -145,9 +149,13 @@ def encode(
         if thread_state_is_clean():
             return _encode_small(
                 kind, message, value, on_tensors
-            ) or _encode_with_value(kind, message, value, on_tensors, packer)
+            ) or _encode_with_value(
+                kind, message, value, on_tensors, packer, serializer
+            )
         with clean_thread_state():
-            return _encode_with_value(kind, message, value, on_tensors, packer)
+            return _encode_with_value(
+                kind, message, value, on_tensors, packer, serializer
+            )
     except _MSGPACK_ERRORS as error:
         raise EncodeError(
             f"a field of a message of class {type(message).__name__} cannot be sent: {error}"
@@ -195,6 +203,7 @@ def decode_value(
     head: bytes,
     buffers: list[torch.UntypedStorage],
     unpack: Callable[[Any], Any] | None = None,
+    serializer: Serializer | None = None,
 ) -> tuple[Any, list[torch.Tensor]]:
     """Rebuilds the value of a message; returns it and its tensors in table order.
 
@@ -203,6 +212,8 @@ def decode_value(
         head: The head.
         buffers: The storages that came with it. The tensors take them over.
         unpack: Makes an object of what a `Packer` made of it.
+        serializer: For values that are not simple; without one they are refused, as are
+            those that another serializer made.
 
     Returns:
         The value, ``NO_VALUE`` if there is none, and the tensor table.
@@ -211,9 +222,9 @@ def decode_value(
         DecodeError: If the message is malformed, or the value cannot be rebuilt here.
     """
     if thread_state_is_clean():
-        return _decode_value(message, head, buffers, unpack)
+        return _decode_value(message, head, buffers, unpack, serializer)
     with clean_thread_state():
-        return _decode_value(message, head, buffers, unpack)
+        return _decode_value(message, head, buffers, unpack, serializer)
 
 
 def _encode_with_value(
@@ -222,14 +233,15 @@ def _encode_with_value(
     value: Any,
     on_tensors: OnTensors | None,
     packer: Packer | None,
+    serializer: Serializer,
 ) -> Outgoing:
     table = TensorTable()
     body = _flatten(value, table)
     if body is not None and _fits_msgpack(body):
         payload = b""
     else:
-        body, table = Body(PICKLED), TensorTable()
-        payload = dumps(value, table, packer)
+        body, table = Body(serializer.form), TensorTable()
+        payload = serializer.dumps(value, table, packer)
     if on_tensors is not None:
         _set_flags(table.metas, on_tensors(table.tensors, table.of_modules))
     return _finish(kind, message, body, payload, table)
@@ -405,6 +417,7 @@ def _decode_value(
     head: bytes,
     buffers: list[torch.UntypedStorage],
     unpack: Callable[[Any], Any] | None,
+    serializer: Serializer | None,
 ) -> tuple[Any, list[torch.Tensor]]:
     _, _, _, control_bytes, payload_bytes = _unpack_fixed(head)
     start = _FIXED_BYTES + control_bytes
@@ -428,8 +441,18 @@ def _decode_value(
             f"the tensors of a message cannot be rebuilt ({type(error).__name__}: {error})"
         ) from error
     form = body.form
-    if form == PICKLED:
-        return loads(head[start:end], tensors, unpack), tensors
+    if form > FLAT_TUPLE:
+        if serializer is None or form != serializer.form:
+            raise DecodeError(
+                f"a value of form {form} is not accepted here: "
+                + (
+                    "this message carries tensors and simple values only"
+                    if serializer is None
+                    else f"this worker has the option serializer={serializer.name!r}, "
+                    f"which reads values of form {serializer.form}"
+                )
+            )
+        return serializer.loads(head[start:end], tensors, unpack), tensors
     if payload_bytes:
         raise DecodeError(f"a body of form {form} should have no payload")
     values = _merge(body, tensors)
@@ -438,8 +461,8 @@ def _decode_value(
     if form == SINGLE and len(values) == 1:
         return values[0], tensors
     raise DecodeError(
-        f"the form of a body must be {SINGLE} with one element, {FLAT_TUPLE} or {PICKLED}; "
-        f"found {form} with {len(values)} elements"
+        f"the form of a body must be {SINGLE} with one element, or {FLAT_TUPLE}; found "
+        f"{form} with {len(values)} elements"
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAT_TUPLE",
     "PICKLED",
+    "PLAIN",
     "SINGLE",
     "Body",
     "Call",
@@ -41,6 +42,8 @@ FLAT_TUPLE = 1
 """Form of a body: a tuple of plain values and tensors."""
 PICKLED = 2
 """Form of a body: anything else; the payload is a pickle that refers to the tensors."""
+PLAIN = 3
+"""Form of a body: other plain data; the payload is msgpack that refers to the tensors."""
 
 
 class TensorMeta(msgspec.Struct, array_like=True, gc=False):
@@ -71,7 +74,7 @@ class Body(msgspec.Struct, array_like=True, gc=False):
     """A value without its bulk: how to put it together from plain values and tensors.
 
     Attributes:
-        form: ``SINGLE``, ``FLAT_TUPLE`` or ``PICKLED``.
+        form: ``SINGLE``, ``FLAT_TUPLE``, ``PICKLED`` or ``PLAIN``.
         plain: The elements that are not tensors; None where a tensor stands.
         refs: For each element its index in ``tensors``; -1 for a plain one.
         tensors: The tensor table.

@@ -7,6 +7,7 @@ import torch
 
 from gradwire.errors import DecodeError
 from gradwire.wire import (
+    PICKLE,
     Body,
     Call,
     Reply,
@@ -34,7 +35,7 @@ def _head(body: Body, inline: bytes = b"", payload: bytes = b"") -> bytes:
 def _decode(body: Body, inline: bytes = b"", buffers=(), payload: bytes = b""):
     head = _head(body, inline, payload)
     message, _ = decode_control(head)
-    return decode_value(message, head, list(buffers))
+    return decode_value(message, head, list(buffers), serializer=PICKLE)
 
 
 def _one(meta: TensorMeta, nbytes: int = 16) -> Body:

@@ -7,6 +7,7 @@ import torch
 from gradwire.errors import DecodeError, EncodeError, RemoteProtocolError
 from gradwire.wire import (
     NO_VALUE,
+    PICKLE,
     Call,
     Failure,
     Goodbye,
@@ -84,7 +85,7 @@ def test_golden_head_is_read(name):
     encode(expected, value)
 
     message, kind = decode_control(head)
-    found, _ = decode_value(message, head, [])
+    found, _ = decode_value(message, head, [], serializer=PICKLE)
 
     assert message == expected
     assert kind == peek_kind(head) == kind_of(type(expected))

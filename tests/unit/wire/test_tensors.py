@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradwire.errors import EncodeError
 from gradwire.wire import (
     INLINE_BYTES,
+    PICKLE,
     Reply,
     clean_thread_state,
     decode_control,
@@ -141,7 +142,7 @@ def test_received_buffer_is_taken_over_without_a_copy():
     outgoing = encode(Reply(1), (tensor,))
     storages = receive(outgoing.buffers)
     message, _ = decode_control(outgoing.head)
-    (found,), _ = decode_value(message, outgoing.head, storages)
+    (found,), _ = decode_value(message, outgoing.head, storages, serializer=PICKLE)
 
     assert found.data_ptr() == storages[0].data_ptr()
 
@@ -429,7 +430,7 @@ def test_modes_of_the_thread_do_not_matter(enter, num):
         with clean_thread_state():
             storages = receive(outgoing.buffers)
         message, _ = decode_control(outgoing.head)
-        found, _ = decode_value(message, outgoing.head, storages)
+        found, _ = decode_value(message, outgoing.head, storages, serializer=PICKLE)
         if isinstance(mode, CountsCalls):
             assert mode.calls == 0
 
