@@ -31,6 +31,8 @@ ERROR_NAMES = [
     "GraphConsumed",
     "HandshakeRefused",
     "InvalidWorkerName",
+    "LaunchError",
+    "LaunchTimeout",
     "LimitExceeded",
     "LocalProtocolError",
     "NoActiveContext",
@@ -77,7 +79,9 @@ RPC_NAMES = [
 RPC_MODULES = ["extension"]
 
 RPC_PARAMETERS = {
-    "init_rpc": "name, rank=None, world_size=None, rpc_backend_options=None, *, backend=None",
+    "init_rpc": (
+        "name=None, rank=None, world_size=None, rpc_backend_options=None, *, backend=None"
+    ),
     "shutdown": "graceful=True, timeout=0",
     "rpc_sync": "to, func, args=None, kwargs=None, timeout=-1.0",
     "remote": "to, func, args=None, kwargs=None, timeout=-1.0",
@@ -203,6 +207,7 @@ FUTURE_METHODS = [
 
 BUILTIN_BASES = {
     "AutogradError": RuntimeError,
+    "LaunchError": RuntimeError,
     "UsageError": RuntimeError,
     "InvalidWorkerName": ValueError,
     "DeadlineExceeded": TimeoutError,
@@ -284,7 +289,7 @@ def test_remote_error_shows_traceback_after_pickle():
 
 
 def test_package_exports_are_frozen():
-    assert gradwire.__all__ == ["autograd", "errors", "nn", "optim", "rpc"]
+    assert gradwire.__all__ == ["autograd", "errors", "launch", "nn", "optim", "rpc"]
 
 
 def test_nn_exports_are_frozen():

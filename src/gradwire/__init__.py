@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gradwire import autograd, errors, nn, optim, rpc
+from gradwire import autograd, errors, launch, nn, optim, rpc
 
-__all__ = ["autograd", "errors", "nn", "optim", "rpc"]
+__all__ = ["autograd", "errors", "launch", "nn", "optim", "rpc"]

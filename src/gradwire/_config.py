@@ -8,7 +8,13 @@ from pathlib import Path
 
 from gradwire.errors import UsageError
 
-__all__ = ["RpcBackendOptions", "find_secret"]
+__all__ = ["RpcBackendOptions", "find_name", "find_secret"]
+
+NAME_VARIABLE = "GRADWIRE_NAME"
+"""Name of a worker that a launcher has started; the default of ``init_rpc``."""
+
+ROLES_VARIABLE = "GRADWIRE_ROLES"
+"""Roles of all workers, as ``launch._roles`` writes them."""
 
 UNSET_TIMEOUT = -1.0
 """The value of ``timeout=`` that means "the default of the agent", as in torch."""
@@ -146,3 +152,14 @@ def find_secret(options: RpcBackendOptions) -> bytes | None:
         if not secret:
             raise UsageError(f"GRADWIRE_SECRET_FILE names {path!r}, which is empty")
     return secret.encode() if isinstance(secret, str) else secret
+
+
+def find_name(name: str | None) -> str:
+    """The name that was given, or that the launcher has given."""
+    found = os.environ.get(NAME_VARIABLE) if name is None else name
+    if found is None:
+        raise UsageError(
+            "a worker needs a name: pass one to init_rpc, or start the program with "
+            f"'gradwire run', which sets {NAME_VARIABLE}"
+        )
+    return found

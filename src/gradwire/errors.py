@@ -44,6 +44,8 @@ __all__ = [
     "GraphConsumed",
     "HandshakeRefused",
     "InvalidWorkerName",
+    "LaunchError",
+    "LaunchTimeout",
     "LimitExceeded",
     "LocalProtocolError",
     "NoActiveContext",
@@ -196,6 +198,14 @@ class ShutdownTimeout(DeadlineExceeded):
 
 class BackwardTimeout(DeadlineExceeded):
     """A backward pass did not end before the limit that it was given."""
+
+
+class LaunchError(GradwireError, RuntimeError):
+    """A worker that was started here has died, or could not be started."""
+
+
+class LaunchTimeout(DeadlineExceeded):
+    """Workers that were started here were not done in time; they were ended."""
 
 
 class AutogradError(GradwireError, RuntimeError):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions
+from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions, find_name
 from gradwire._ids import WorkerInfo, check_worker_name
 from gradwire.errors import ConnectError, NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
@@ -62,7 +62,7 @@ _is_starting = False
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     rank: int | None = None,
     world_size: int | Literal["open"] | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
@@ -72,7 +72,8 @@ def init_rpc(
     """Makes this process a worker, and waits until all workers of the group are there.
 
     Args:
-        name: Name of this worker, unique in the group.
+        name: Name of this worker, unique in the group. None: the one that the launcher
+            has given it.
         rank: Its rank; taken from ``RANK`` if the environment has it, as with torchrun.
         world_size: Number of workers; likewise from ``WORLD_SIZE``. ``"open"``: the group
             has no size. Workers join and leave at any time, nobody is waited for, and
@@ -91,7 +92,7 @@ def init_rpc(
         2
         >>> shutdown()
     """
-    check_worker_name(name)
+    name = check_worker_name(find_name(name))
     options = (
         RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     )

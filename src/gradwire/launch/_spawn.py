@@ -1,0 +1,285 @@
+"""Workers as child processes of this one: for notebooks, tests and examples."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from gradwire._config import RpcBackendOptions
+from gradwire.errors import LaunchError, LaunchTimeout, PeerLostError, UsageError
+from gradwire.launch import _child
+from gradwire.launch._roles import Worker, check_roles, format_roles, worker_of
+from gradwire.rpc.extension import rebuild
+
+__all__ = ["spawn"]
+
+_GRACE_S = 0.5  # within which workers fail because of each other
+_END_S = 3.0  # for a worker that was asked to end
+_LOOK_S = 0.5
+
+
+def spawn(
+    function: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    roles: Mapping[str, int] | int,
+    args: tuple[Any, ...] = (),
+    *,
+    options: RpcBackendOptions | None = None,
+    timeout: float | None = None,
+    start_method: str | None = None,
+) -> dict[str, Any]:
+    """Starts workers as child processes, runs a function on each, and waits for them.
+
+    Each child is a worker of one group when the function begins: ``init_rpc`` has been
+    called, under the name of its role. When the function has returned, the worker goes
+    on serving the others until all have. Inside, `this_worker` tells who one is.
+
+    Args:
+        function: What to run, as ``function(*args)``; or one function for each role. A
+            role that has none only serves the others.
+        roles: How many workers each role has, such as ``{"ps": 1, "trainer": 3}``; a
+            number n stands for ``{"worker": n}``.
+        args: Arguments of the function.
+        options: Options of all workers; ``init_method`` is set here.
+        timeout: Limit in seconds; None for none.
+        start_method: See `multiprocessing`; None: ``fork`` in a notebook or at a prompt,
+            whose functions a new process could not import, ``spawn`` otherwise.
+
+    Returns:
+        What the function returned on each worker, by name.
+
+    Raises:
+        Exception: What the function raised on the first worker that failed; the others
+            are ended. Also an instance of `RemoteError`, with the worker's name and
+            traceback.
+        LaunchError: A worker died.
+        LaunchTimeout: The limit came first.
+
+    Example:
+        >>> spawn(os.getpid, roles={"worker": 2})
+        {'worker:0': 4711, 'worker:1': 4712}
+    """
+    if isinstance(roles, int) and not isinstance(roles, bool):
+        roles = {"worker": roles}
+    checked = check_roles(roles)
+    functions = _by_role(function, checked)
+    method = start_method or ("fork" if _is_interactive() else "spawn")
+    folder = tempfile.mkdtemp(prefix="gradwire-")
+    options = replace(
+        options or RpcBackendOptions(), init_method=f"file://{folder}/store"
+    )
+    group = _Group(method)
+    try:
+        for rank in range(sum(checked.values())):
+            worker = worker_of(checked, rank)
+            group.start(
+                worker,
+                format_roles(checked),
+                functools.partial(functions[worker.role], *args)
+                if worker.role in functions
+                else None,
+                options,
+            )
+        return group.collect(timeout)
+    finally:
+        group.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _by_role(
+    function: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    roles: Mapping[str, int],
+) -> dict[str, Callable[..., Any]]:
+    functions = (
+        dict(function)
+        if isinstance(function, Mapping)
+        else dict.fromkeys(roles, function)
+    )
+    for role, one in functions.items():
+        if role not in roles:
+            raise UsageError(
+                f"there is a function for role {role!r}, but the roles are "
+                f"{', '.join(map(repr, roles))}"
+            )
+        if not callable(one):
+            raise UsageError(
+                f"role {role!r} must be given a function, found {type(one).__name__}"
+            )
+    return functions
+
+
+def _is_interactive() -> bool:
+    """Whether functions of ``__main__`` exist in this process only."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return path is None or not Path(path).exists()
+
+
+@dataclass
+class _Child:
+    worker: Worker
+    process: Any  # typeshed has no common base for the processes of the contexts
+    connection: multiprocessing.connection.Connection
+    reports: list[_child.Report] = field(default_factory=list)
+    ended_at: float = 0.0
+
+    @property
+    def has_returned(self) -> bool:
+        return any(report.error is None for report in self.reports)
+
+    def failure(self) -> Exception | None:
+        """Why this worker has failed, if it has."""
+        for report in self.reports:
+            if report.error is not None:
+                error = rebuild(report.error)
+                return (
+                    error if isinstance(error, Exception) else LaunchError(str(error))
+                )
+        code = self.process.exitcode
+        if code is None or (code == 0 and self.has_returned):
+            return None
+        return LaunchError(
+            f"worker {self.worker.name!r} (process {self.process.pid}) "
+            f"{_describe_end(code)} before it was done; what it printed may say why",
+            worker=self.worker.name,
+        )
+
+    @property
+    def failed_at(self) -> float:
+        return self.reports[0].at if self.reports else self.ended_at
+
+
+def _describe_end(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+class _Group:
+    """The child processes."""
+
+    def __init__(self, method: str) -> None:
+        self._context = multiprocessing.get_context(method)
+        self._children: list[_Child] = []
+
+    def start(
+        self,
+        worker: Worker,
+        roles: str,
+        function: Callable[[], Any] | None,
+        options: RpcBackendOptions,
+    ) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(  # type: ignore[attr-defined]
+            target=_child.run,
+            args=(theirs, worker, roles, function, options),
+            name=worker.name,
+            daemon=True,
+        )
+        try:
+            with _one_thread_each():
+                process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._children.append(_Child(worker, process, ours))
+
+    def collect(self, timeout: float | None) -> dict[str, Any]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            failed = [child for child in self._children if child.failure() is not None]
+            if failed:
+                self._listen(time.monotonic() + _GRACE_S, until_all=True)
+                raise self._first_failure()
+            alive = [c for c in self._children if c.process.exitcode is None]
+            if not alive:
+                return {
+                    child.worker.name: report.value
+                    for child in self._children
+                    for report in child.reports
+                }
+            if deadline is not None and time.monotonic() >= deadline:
+                names = ", ".join(repr(child.worker.name) for child in alive)
+                raise LaunchTimeout(
+                    f"workers {names} were not done within {timeout} s; they are ended now"
+                )
+            self._listen(min(deadline or float("inf"), time.monotonic() + _LOOK_S))
+
+    def _first_failure(self) -> Exception:
+        """The failure that is most likely the cause of the others."""
+        failed = [
+            (isinstance(error, PeerLostError), child.failed_at, index, error)
+            for index, child in enumerate(self._children)
+            if (error := child.failure()) is not None
+        ]
+        return min(failed, key=lambda f: f[:3])[3]
+
+    def _listen(self, deadline: float, *, until_all: bool = False) -> None:
+        """Reads what the workers report, for a while."""
+        while True:
+            open_ = {c.connection: c for c in self._children if not c.connection.closed}
+            running = {c.process.sentinel: c for c in self._children if not c.ended_at}
+            left = deadline - time.monotonic()
+            if not (open_ or running) or left <= 0:
+                return
+            ready = multiprocessing.connection.wait([*open_, *running], left)
+            for one in ready:
+                if one in open_:
+                    _read(open_[one])
+                else:
+                    child = running[one]
+                    child.process.join()
+                    while not child.connection.closed:
+                        _read(child)  # its last words, up to the end of the pipe
+                    child.ended_at = time.monotonic()
+            if ready and not until_all:
+                return
+
+    def end(self) -> None:
+        """Ends all who still run; asks first."""
+        for child in self._children:
+            if child.process.is_alive():
+                child.process.terminate()
+        deadline = time.monotonic() + _END_S
+        for child in self._children:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.connection.close()
+            child.process.close()
+
+
+def _read(child: _Child) -> None:
+    try:
+        child.reports.append(pickle.loads(child.connection.recv_bytes()))
+    except (EOFError, OSError):
+        child.connection.close()
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Workers that share a machine fight for its cores, unless the user has a plan."""
+    if "OMP_NUM_THREADS" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_NUM_THREADS"]

@@ -1,0 +1,251 @@
+"""Workers as child processes: what comes back, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import launch, rpc
+from gradwire.errors import (
+    LaunchError,
+    LaunchTimeout,
+    PeerLostError,
+    RemoteError,
+    UsageError,
+)
+
+pytestmark = pytest.mark.multiproc
+
+SOON_S = 30.0
+METHOD = "fork"  # much faster than a new interpreter that imports torch
+
+
+def spawn(function: Any, roles: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    arguments = {"timeout": SOON_S, "start_method": METHOD, **kwargs}
+    return launch.spawn(function, roles, args, **arguments)
+
+
+# ------------------------------------------------------------------- run by workers
+
+
+def who() -> tuple[str, str, int, int]:
+    me = launch.this_worker()
+    assert rpc.get_worker_info().name == me.name
+    return me.name, me.role, me.index, me.rank
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def ask_all(x: torch.Tensor) -> torch.Tensor:
+    helpers = [i.name for i in rpc.get_workers() if i.name.startswith("helper")]
+    answers = [rpc.rpc_async(name, double, args=(x,)) for name in helpers]
+    return torch.stack([answer.wait() for answer in answers]).sum(0)
+
+
+def fail_on(role: str) -> None:
+    if launch.this_worker().role == role:
+        raise KeyError("the reason")
+    time.sleep(SOON_S)
+
+
+def wait_for(to: str) -> None:
+    rpc.rpc_sync(to, time.sleep, args=(SOON_S,), timeout=0)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --------------------------------------------------------------------------------- tests
+
+
+def test_every_worker_returns_its_value_by_name():
+    found = spawn(who, {"ps": 1, "trainer": 2})
+
+    assert found == {
+        "ps": ("ps", "ps", 0, 0),
+        "trainer:0": ("trainer:0", "trainer", 0, 1),
+        "trainer:1": ("trainer:1", "trainer", 1, 2),
+    }
+
+
+def test_number_of_workers_is_enough():
+    assert list(spawn(who, 2)) == ["worker:0", "worker:1"]
+
+
+def test_role_without_a_function_serves_the_others():
+    found = spawn({"boss": ask_all}, {"boss": 1, "helper": 2}, torch.ones(2))
+
+    assert torch.equal(found["boss"], torch.full((2,), 4.0))
+    assert found["helper:0"] is None
+
+
+def test_exception_comes_back_with_its_type_and_worker():
+    start = time.monotonic()
+
+    with pytest.raises(KeyError, match="the reason") as caught:
+        spawn(fail_on, {"good": 1, "bad": 1}, "bad")
+
+    assert isinstance(caught.value, RemoteError)
+    assert caught.value.worker == "bad"
+    assert "fail_on" in caught.value.remote_traceback
+    assert time.monotonic() - start < SOON_S / 2
+
+
+def test_death_is_named_before_the_losses_that_follow_from_it():
+    functions = {"first": lambda: wait_for("second"), "second": die}
+
+    with pytest.raises(LaunchError, match=r"'second' .* was killed by SIGKILL"):
+        spawn(functions, {"first": 1, "second": 1})
+
+
+def test_loss_alone_is_reported_as_it_is():
+    with pytest.raises(PeerLostError, match="gone"):
+        spawn(raise_loss, 1)
+
+
+def raise_loss() -> None:
+    raise PeerLostError("worker 'gone' is gone", worker="gone")
+
+
+def test_limit_ends_the_workers_and_names_them():
+    with pytest.raises(LaunchTimeout, match=r"'worker:0', 'worker:1' .* within 0\.5 s"):
+        spawn(lambda: time.sleep(SOON_S), 2, timeout=0.5)
+
+
+def test_value_that_cannot_be_sent_is_an_error():
+    with pytest.raises(Exception, match="pickle"):
+        spawn(lambda: lambda: 1, 1)
+
+
+def test_options_reach_the_workers():
+    found = spawn(rpc.get_rpc_timeout, 1, options=rpc.RpcBackendOptions(rpc_timeout=7))
+
+    assert found == {"worker": 7}
+
+
+@pytest.mark.parametrize(
+    ("function", "roles", "text"),
+    [
+        (who, {}, "roles must be a dict"),
+        (who, {"a": 0}, "at least 1 worker"),
+        (who, {"a1": 1}, "must not end with a digit"),
+        ({"b": who}, {"a": 1}, "function for role 'b', but the roles are 'a'"),
+        ({"a": 3}, {"a": 1}, "must be given a function, found int"),
+    ],
+)
+def test_wrong_roles_are_refused(function, roles, text):
+    with pytest.raises(UsageError, match=text):
+        spawn(function, roles)
+
+
+def test_this_worker_needs_a_launcher(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_ROLES", raising=False)
+    with pytest.raises(UsageError, match="gradwire run"):
+        launch.this_worker()
+
+
+def test_children_end_with_a_parent_that_is_killed(tmp_path: Path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, time
+            from pathlib import Path
+            from gradwire import launch
+
+            def work():
+                Path(f"{os.getpid()}.pid").touch()
+                time.sleep(60)
+
+            if __name__ == "__main__":
+                launch.spawn(work, 2, start_method="fork")
+            """
+        )
+    )
+    parent = subprocess.Popen([sys.executable, script], cwd=tmp_path)
+    try:
+        _wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    finally:
+        parent.kill()
+        parent.wait()
+    pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
+
+    _wait_until(lambda: not any(_is_running(pid) for pid in pids))
+
+
+def test_functions_of_a_script_work_in_new_interpreters(tmp_path: Path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from gradwire import launch, rpc
+
+            def add_one(x):
+                return x + 1
+
+            def main():
+                x = torch.ones(2, requires_grad=True)
+                rpc.rpc_sync("server", add_one, args=(x,)).sum().backward()
+                return x.grad
+
+            if __name__ == "__main__":
+                print(launch.spawn({"main": main}, {"main": 1, "server": 1})["main"])
+            """
+        )
+    )
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout == "tensor([1., 1.])\n"
+
+
+def test_functions_of_a_prompt_work(tmp_path: Path):
+    program = textwrap.dedent(
+        """
+        from gradwire import launch, rpc
+        def answer():
+            return 42
+        def ask():
+            return rpc.rpc_sync("other", answer)
+        print(launch.spawn({"one": ask}, {"one": 1, "other": 1}))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert done.stdout == "{'one': 42, 'other': None}\n"
+
+
+def _wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
