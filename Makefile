@@ -4,6 +4,8 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 N ?= 1000
+MINUTES ?= 10
+SEED ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +20,7 @@ CHECKED := $(wildcard tests examples benchmarks)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types layers test unit oracle conformance demo bench format clean
+.PHONY: help setup lint types layers test unit oracle chaos conformance demo bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +60,10 @@ unit: $(READY) ## tests without worker processes
 
 oracle: $(READY) ## N random programs against one process, fresh seeds
 	$(BIN)/python -m tests.oracle --count $(N)
+
+chaos: $(READY) ## train for MINUTES while workers are killed, half of it across hosts
+	$(BIN)/python -m tests.chaos --minutes $$(echo $(MINUTES) | awk '{ print $$1 / 2 }') $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.chaos --minutes $$(echo $(MINUTES) | awk '{ print $$1 / 2 }') $(if $(SEED),--seed $(SEED)) --hosts
 
 conformance: $(READY) ## torch's own tests of RPC, against gradwire
 	$(BIN)/python -m tests.conformance.torch_suites

@@ -134,6 +134,18 @@ class _Worker:
             if time.monotonic() >= deadline:
                 raise TimeoutError
 
+    def has_answered(self, call_id: int) -> bool:
+        """Whether `receive` would return, or raise EOFError, at once."""
+        try:
+            reply = self.receive(call_id, 0.0)
+        except TimeoutError:
+            return False
+        except EOFError:
+            return True
+        with self.lock:
+            self.replies[call_id] = reply
+        return True
+
     def dispose(self) -> None:
         self.connection.close()
         self.process.join(JOIN_S)
@@ -153,6 +165,10 @@ class Handle:
         self._worker = worker
         self._call_id = call_id
         self._text = text
+
+    def is_done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._worker.has_answered(self._call_id)
 
     def result(self, timeout: float = RUN_S) -> Any:
         """The value that the function returned; raises what it raised.
@@ -189,6 +205,7 @@ class Cluster:
         init_method: Where workers meet; a file of their own if left out.
         secret: The cluster's secret.
         start_timeout: Limit for all workers to be ready.
+        namespaces: Network namespaces by rank, for workers that play hosts.
 
     Raises:
         Exception: Whatever ``init_rpc`` raised in the first worker that failed.
@@ -203,11 +220,13 @@ class Cluster:
         init_method: str | None = None,
         secret: str | bytes | None = None,
         start_timeout: float = START_S,
+        namespaces: Sequence[str] | None = None,
     ) -> None:
         self.world_size = world_size
         self.names = list(names or (f"w{rank}" for rank in range(world_size)))
         if len(self.names) != world_size:
             raise ValueError(f"{world_size} workers, but {len(self.names)} names")
+        self._namespaces = list(namespaces or ())
         ensure_fork_server()
         self._folder = Path(tempfile.mkdtemp(prefix="gradwire-test-"))
         self._options = {
@@ -323,12 +342,16 @@ class Cluster:
 
     def restart(self, rank: int, timeout: float = START_S) -> None:
         """Starts a new process under the same name and rank, with the same store."""
+        self.begin_restart(rank).result(timeout)
+
+    def begin_restart(self, rank: int) -> Handle:
+        """Like `restart`, without waiting; the result comes when the worker is ready."""
         if self._workers[rank].process.is_alive():
             self.kill(rank)
         self.disturbed = True
         self._workers[rank].dispose()
-        self._workers[rank] = self._fork(rank)
-        self._wait_until_ready([self._workers[rank]], timeout)
+        self._workers[rank] = worker = self._fork(rank)
+        return Handle(self, worker, worker_process.READY, "init_rpc")
 
     def is_healthy(self) -> bool:
         """Whether nobody disturbed it and every worker can call its neighbour."""
@@ -447,7 +470,12 @@ class Cluster:
         self._num_started += 1
         stacks = self._folder / f"{name.replace(':', '_')}.{self._num_started}.stacks"
         setup = worker_process.Settings(
-            name, rank, self.world_size, self._options, stacks
+            name,
+            rank,
+            self.world_size,
+            self._options,
+            stacks,
+            self._namespaces[rank] if self._namespaces else None,
         )
         before = leaks.take_snapshot()
         ours, theirs = _context.Pipe()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import threading
 import traceback
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import leaks
+import namespaces
 
 READY = 0
 """Call id of the reply that says how ``init_rpc`` went."""
@@ -27,6 +30,7 @@ READY = 0
 HEALTH_S = 5.0
 
 _before_init: leaks.Snapshot | None = None
+_setup: Settings | None = None
 
 
 class WorkerFailure(Exception):
@@ -44,6 +48,7 @@ class Settings:
     world_size: int
     options: dict[str, Any]
     stacks: Path
+    namespace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ def serve(connection: multiprocessing.connection.Connection, setup: Settings) ->
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
+        if setup.namespace is not None:
+            namespaces.enter(setup.namespace)
         _initialise(setup)
     except BaseException as error:
         _send(connection, _failure(READY, error))
@@ -99,9 +106,15 @@ def _initialise(setup: Settings) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # What the fork server has imported is no garbage: looking at it takes half a second.
+    gc.freeze()
+    global _before_init, _setup
+    _before_init, _setup = _look_at_sockets_and_threads(), setup
+    _join(setup)
+
+
+def _join(setup: Settings) -> None:
     rpc = importlib.import_module("gradwire.rpc")
-    global _before_init
-    _before_init = _look_at_sockets_and_threads()
     rpc.init_rpc(
         setup.name,
         rank=setup.rank,
@@ -165,6 +178,36 @@ def shut_down(graceful: bool, timeout: float) -> None:
         if left:
             raise LeftBehind("left behind after shutdown: " + "; ".join(left))
     raise _Leave
+
+
+def rejoin() -> None:
+    """Leaves at once, and comes back under the same name, in the same process."""
+    rpc = importlib.import_module("gradwire.rpc")
+    rpc.shutdown(graceful=False)
+    assert _setup is not None
+    _join(_setup)
+
+
+def cut_connections() -> None:
+    """Ends the connections to other workers as if the network or the kernel did."""
+    assert _before_init is not None
+    num_cut = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+            if not target.startswith("socket:") or (
+                int(entry) in _before_init.descriptors
+            ):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as twin:
+                is_listener = twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                # A pair has no names: it is the connection of the worker to itself.
+                if not is_listener and (twin.getsockname() or twin.getpeername()):
+                    twin.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+        except OSError:
+            continue
+    assert num_cut, "there was no connection to cut"
 
 
 def call_neighbour(name: str) -> str:

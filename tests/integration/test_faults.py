@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -125,27 +124,6 @@ NUM_WATCHED = NUM_THREADS + 3 + 2 * NUM_FUTURES
 NUM_AT_VICTIM = NUM_WATCHED - 2  # two wait at the victim for other workers
 
 
-def cut_connections() -> None:
-    """Ends the connections to other workers as if the network or the kernel did."""
-    before = worker_process._before_init
-    assert before is not None
-    num_cut = 0
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-            if not target.startswith("socket:") or int(entry) in before.descriptors:
-                continue
-            with socket.socket(fileno=os.dup(int(entry))) as twin:
-                is_listener = twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                # A pair has no names: it is the connection of the worker to itself.
-                if not is_listener and (twin.getsockname() or twin.getpeername()):
-                    twin.shutdown(socket.SHUT_RDWR)
-                    num_cut += 1
-        except OSError:
-            continue
-    assert num_cut, "there was no connection to cut"
-
-
 def leave_without_shutdown() -> NoReturn:
     """Makes the main function of the worker return."""
     raise worker_process._Leave
@@ -259,7 +237,7 @@ def end_main(cluster: Cluster) -> None:
 
 
 def cut(cluster: Cluster) -> None:
-    cluster.run(1, cut_connections)
+    cluster.run(1, worker_process.cut_connections)
 
 
 @pytest.mark.parametrize("end", [kill, exit_at_once, end_main, cut])

@@ -1,0 +1,353 @@
+"""What the workers of a chaos run do: they train a small model.
+
+    trainer     the loop; asks, runs the backward passes, and never dies
+    owner0, ... hold the parameters
+    stage0, ... compute, and keep nothing: any of them can do any of the work
+    witness     has a thread of the trainer to itself, whose contexts nobody disturbs
+
+Each parameter is used at most twice in a step, and a sum of two gradients does not depend
+on their order. So the losses of a run equal those of one process bit by bit, whoever
+computed what, and however often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import functions
+import probes
+from gradwire import autograd, optim, rpc
+from gradwire.errors import GradwireError, TransportError
+
+TRAINER, WITNESS = "trainer", "witness"
+SIZE = 96  # such a matrix goes through shared memory
+BATCH = 96
+NUM_LAYERS = 3
+LEARNING_RATE = 0.05
+MOMENTUM = 0.9
+BACK_S = 20.0
+"""How long the trainer waits for workers that are being restarted."""
+
+PAUSE_S = 0.005
+
+
+# ------------------------------------------------------------------- the model itself
+
+
+def make_parameters(seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Weight and bias of each layer."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        values = torch.randn(*shape, dtype=torch.double, generator=generator)
+        return (values / SIZE**0.5).requires_grad_()
+
+    return [(draw(SIZE, SIZE), draw(SIZE)) for _ in range(NUM_LAYERS)]
+
+
+def make_batch(seed: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    x = torch.randn(BATCH, SIZE, dtype=torch.double, generator=generator)
+    return x, torch.sin(x)
+
+
+def compute_layer(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ weight + bias)
+
+
+def compute_loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+class OneProcess:
+    """The undisturbed run, in plain torch."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._layers = make_parameters(seed)
+        flat = [parameter for layer in self._layers for parameter in layer]
+        self._optimizer = torch.optim.SGD(flat, lr=LEARNING_RATE, momentum=MOMENTUM)
+        self.losses: list[float] = []
+
+    def train_until(self, num_steps: int) -> list[float]:
+        """Goes on until there are so many losses; returns them."""
+        while len(self.losses) < num_steps:
+            x, target = make_batch(self._seed, len(self.losses))
+            first, *others = self._layers
+            y = torch.cat([compute_layer(*first, half) for half in x.chunk(2)])
+            for layer in others:
+                y = compute_layer(*layer, y)
+            loss = compute_loss(y, target)
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self.losses.append(loss.item())
+        return self.losses[:num_steps]
+
+
+# ---------------------------------------------------------------------------- owners
+
+Layer = tuple[rpc.RRef[Tensor], rpc.RRef[Tensor]]
+
+_owned: list[tuple[Tensor, Tensor]] = []
+
+
+def own_layers(seed: int, numbers: list[int]) -> list[Layer]:
+    """Makes layers on this owner; returns references to their parameters."""
+    layers = make_parameters(seed)
+    _owned[:] = [layers[number] for number in numbers]
+    return [(rpc.RRef(weight), rpc.RRef(bias)) for weight, bias in _owned]
+
+
+# ---------------------------------------------------------------------------- stages
+
+
+def run_layer(layer: Layer, x: Tensor) -> Tensor:
+    """Gets the parameters from their owner, and computes."""
+    weight, bias = (rref.to_here() for rref in layer)
+    return compute_layer(weight, bias, x)
+
+
+def run_layers(stages: list[str], layers: list[Layer], x: Tensor) -> Tensor:
+    """Computes one layer here and has the others computed further on."""
+    y = run_layer(layers[0], x)
+    if len(layers) == 1:
+        return y
+    return rpc.rpc_sync(stages[0], run_layers, (stages[1:], layers[1:], y))
+
+
+# --------------------------------------------------------------------------- trainer
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a step."""
+
+    step: int
+    number: int
+    start: float
+    end: float
+    stages: tuple[str, ...]
+    error: str = ""
+
+
+@dataclass
+class Report:
+    """What the trainer says about some steps."""
+
+    losses: list[float] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    num_witnessed: int = 0
+
+
+class Progress:
+    """Where the trainer is, for the driver to see without asking.
+
+    A file that both have mapped: it works when nothing else does.
+    """
+
+    _FORMAT = struct.Struct("qqd")
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            self._map = mmap.mmap(descriptor, mmap.PAGESIZE)
+        finally:
+            os.close(descriptor)
+
+    def write(self, step: int, attempt: int) -> None:
+        packed = self._FORMAT.pack(step, attempt, time.monotonic())
+        self._map[: len(packed)] = packed
+
+    def read(self) -> tuple[int, int, float]:
+        """Step, attempt, and when it began."""
+        size = self._FORMAT.size
+        packed = self._map[:size]
+        while packed != (again := self._map[:size]):  # it is just being written
+            packed = again
+        step, attempt, since = self._FORMAT.unpack(packed)
+        return step, attempt, since
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class Trainer:
+    """Lives on the trainer for as long as the run does."""
+
+    def __init__(
+        self, seed: int, owners: list[str], stages: list[str], progress: Path
+    ) -> None:
+        self.seed = seed
+        self.stages = stages
+        self.progress = Progress(progress)
+        self.layers: list[Layer] = []
+        share = -(-NUM_LAYERS // len(owners))
+        for index, owner in enumerate(owners):
+            numbers = list(range(NUM_LAYERS))[index * share : (index + 1) * share]
+            self.layers += rpc.rpc_sync(owner, own_layers, (seed, numbers))
+        self.optimizer = optim.DistributedOptimizer(
+            torch.optim.SGD,
+            [rref for layer in self.layers for rref in layer],
+            lr=LEARNING_RATE,
+            momentum=MOMENTUM,
+        )
+
+    def train(self, first: int, number: int) -> Report:
+        report = Report()
+        with _witness(self.seed + first, report):
+            for step in range(first, first + number):
+                report.losses.append(self._step(step, report))
+        self.progress.write(first + number, 0)
+        return report
+
+    def _step(self, step: int, report: Report) -> float:
+        number = 0
+        while True:
+            self.progress.write(step, number)
+            draw = random.Random(f"{self.seed}/{step}/{number}")
+            stages = [draw.choice(self.stages) for _ in range(2 + NUM_LAYERS - 1)]
+            start = time.monotonic()
+            try:
+                loss = self.attempt(step, stages)
+            except GradwireError as error:
+                end = time.monotonic()
+                text = f"{type(error).__name__}: {error}"
+                report.attempts.append(
+                    Attempt(step, number, start, end, tuple(stages), text)
+                )
+                if not isinstance(error, TransportError):
+                    report.unexpected.append(f"step {step}.{number}: {text}")
+                number += 1
+                self._wait_for_stages(step, number)
+            else:
+                end = time.monotonic()
+                report.attempts.append(Attempt(step, number, start, end, tuple(stages)))
+                return loss
+
+    def attempt(self, step: int, stages: list[str]) -> float:
+        x, target = make_batch(self.seed, step)
+        with autograd.context() as ctx:
+            futures = [
+                rpc.rpc_async(stage, run_layer, (self.layers[0], half))
+                for stage, half in zip(stages, x.chunk(2), strict=False)
+            ]
+            y = torch.cat([future.wait() for future in futures])
+            y = rpc.rpc_sync(stages[2], run_layers, (stages[3:], self.layers[1:], y))
+            loss = compute_loss(y, target)
+            ctx.backward(loss)
+            self.optimizer.step(ctx)
+        return loss.item()
+
+    def _wait_for_stages(self, step: int, number: int) -> None:
+        """Until all that may be chosen answer, so that a lost one is not asked at once."""
+        limit = time.monotonic() + BACK_S
+        for stage in self.stages:
+            while True:
+                self.progress.write(step, number)
+                try:
+                    rpc.rpc_sync(stage, functions.echo, (step,))
+                    break
+                except TransportError:
+                    if time.monotonic() > limit:
+                        raise
+                probes.pass_time(PAUSE_S)
+
+
+@contextlib.contextmanager
+def _witness(seed: int, report: Report) -> Iterator[None]:
+    """Meanwhile, contexts that have nothing to do with stages must not notice anything."""
+    over = threading.Event()
+
+    def watch() -> None:
+        weight, _ = make_parameters(seed)[0]
+        while not over.wait(PAUSE_S):
+            x, target = make_batch(seed, report.num_witnessed)
+            try:
+                with autograd.context() as ctx:
+                    y = rpc.rpc_sync(WITNESS, compute_square, (weight, x))
+                    ctx.backward(compute_loss(y, target))
+                    (found,) = (ctx.gradients()[leaf] for leaf in (weight,))
+            except BaseException as error:
+                report.unexpected.append(
+                    f"a context of other workers was disturbed: {type(error).__name__}: "
+                    f"{error}"
+                )
+                return
+            loss = compute_loss(compute_square(weight, x), target)
+            (expected,) = torch.autograd.grad(loss, [weight])
+            if not torch.equal(found, expected):
+                report.unexpected.append(f"the witness got {found}, not {expected}")
+            report.num_witnessed += 1
+
+    thread = threading.Thread(target=watch, name="witness")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BACK_S)
+        if thread.is_alive():
+            report.unexpected.append("the witness hangs")
+
+
+def compute_square(weight: Tensor, x: Tensor) -> Tensor:
+    return torch.tanh(x @ weight).square()
+
+
+_trainer: Trainer | None = None
+
+
+def begin(seed: int, owners: list[str], stages: list[str], progress: Path) -> None:
+    global _trainer
+    _trainer = Trainer(seed, owners, stages, progress)
+
+
+def train(first: int, number: int) -> Report:
+    assert _trainer is not None
+    return _trainer.train(first, number)
+
+
+def try_step(step: int, stages: list[str]) -> tuple[float | None, Report]:
+    """One attempt only; the loss if it succeeds."""
+    assert _trainer is not None
+    report = Report()
+    loss = None
+    start, text = time.monotonic(), ""
+    with _witness(_trainer.seed + step, report):
+        try:
+            loss = _trainer.attempt(step, stages)
+        except GradwireError as error:
+            text = f"{type(error).__name__}: {error}"
+        end = time.monotonic()
+    report.attempts.append(Attempt(step, 0, start, end, tuple(stages), text))
+    return loss, report
+
+
+def call_everybody(names: list[str]) -> None:
+    """Opens all connections of this worker."""
+    for name in names:
+        rpc.rpc_sync(name, functions.echo, (1,))
+
+
+def call_when_lost(name: str) -> str:
+    """What a worker is told that calls somebody who took it for lost."""
+    try:
+        rpc.rpc_sync(name, functions.echo, (1,))
+    except GradwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
