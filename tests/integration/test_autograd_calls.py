@@ -7,7 +7,7 @@ context run here in all ways that there are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ import autograd_programs as programs
 import functions
 from autograd_functions import call, call_async, parameter
 from gradwire import rpc
-from gradwire.errors import GraphConsumed
+from gradwire.autograd._context import Side
+from gradwire.errors import AutogradError, GraphConsumed
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
@@ -408,3 +409,64 @@ def test_result_may_come_after_a_backward_that_does_not_use_it():
         (call("w1", handlers.affine, parameter("x")) ** 2).sum().backward()
 
     fn.assert_same(fn.fetch_grad(), fn.in_one_process(program).gradients)
+
+
+# ------------------------------------------- results that are changed once they have left
+
+
+@on_worker(0)
+def test_result_may_be_changed_in_place_by_the_next_call():
+    """Its node is made when it has left; but before anything else runs there."""
+    x = parameter("x")
+    rpc.rpc_sync("w1", hold_up_nodes, args=("changed",))
+
+    y = call("w1", keep_linear, x)
+    call("w1", double_in_place)  # the thread that has answered is held up
+    call("w1", functions.set_event, "changed")
+    y.sum().backward()
+
+    def program() -> None:
+        call("w1", handlers.linear, parameter("x")).sum().backward()
+
+    fn.assert_same(fn.fetch_grad(), fn.in_one_process(program).gradients)
+
+
+@on_worker(0)
+def test_result_that_another_thread_changes_meanwhile_is_an_error():
+    x = parameter("x")
+    rpc.rpc_sync("w1", change_before_nodes)
+
+    y = call("w1", keep_linear, x)
+
+    with pytest.raises(AutogradError, match="changed in place by another thread"):
+        y.sum().backward()
+
+
+def keep_linear(x: Tensor) -> Tensor:
+    y = handlers.linear(x)
+    fn.keep("result", y)
+    return y
+
+
+def double_in_place() -> None:
+    fn.get_kept("result").mul_(2)
+
+
+def hold_up_nodes(event: str) -> None:
+    """Holds up the next thread here that makes the node of a message that it has sent."""
+    _before_next_node(lambda: functions.block_until_set(event))
+
+
+def change_before_nodes() -> None:
+    _before_next_node(double_in_place)
+
+
+def _before_next_node(do: Callable[[], object]) -> None:
+    finish_sends = Side.finish_sends
+
+    def first(side: Side) -> None:
+        Side.finish_sends = finish_sends  # type: ignore[method-assign]
+        do()
+        finish_sends(side)
+
+    Side.finish_sends = first  # type: ignore[assignment, method-assign]

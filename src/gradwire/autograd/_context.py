@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextvars
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +23,19 @@ if TYPE_CHECKING:
     from gradwire.autograd._run import Run
     from gradwire.rpc.extension import Leftovers, Note
 
-__all__ = ["ContextName", "Lease", "Mark", "Received", "Side", "active_context"]
+__all__ = [
+    "ContextName",
+    "Lease",
+    "Leaving",
+    "Mark",
+    "Received",
+    "Side",
+    "active_context",
+    "leaving",
+]
+
+Leaving: TypeAlias = list[tuple[Tensor, Any]]
+"""Tensors of a message, each with the node that it had when the message was encoded."""
 
 
 active_context: contextvars.ContextVar[ContextName | None] = contextvars.ContextVar(
@@ -71,6 +84,11 @@ class Received(NamedTuple):
     node: weakref.ref[Any]
 
 
+def leaving(tensors: Iterable[Tensor]) -> Leaving:
+    """Tensors as they leave; what becomes of them later is none of the message's."""
+    return [(tensor, tensor.grad_fn) for tensor in tensors]
+
+
 class Side:
     """One worker's side of one context.
 
@@ -106,7 +124,7 @@ class Side:
         self.state = ContextState(exchange.me, exchange.describe)
         self._tail: list[Tensor] = [CHAIN_END]
         # Messages that have left, or are about to, and whose nodes are not made yet.
-        self._unrecorded: list[tuple[SentMessage, list[Tensor]]] = []
+        self._unrecorded: list[tuple[SentMessage, Leaving]] = []
         self.num_sends = 0
         self.recvs: list[Received] = []
         self.gradients: dict[Tensor, Tensor] = {}
@@ -117,17 +135,13 @@ class Side:
 
     # ---------------------------------------------------------------------- recording
 
-    def record_send(
-        self, peer: int, tensors: list[Tensor]
-    ) -> tuple[int, PassId | None]:
+    def record_send(self, peer: int, tensors: Leaving) -> tuple[int, PassId | None]:
         """A message leaves; returns its number, and the last pass that had begun."""
         number = self.announce_send(peer, tensors)
         self.finish_sends()
         return number
 
-    def announce_send(
-        self, peer: int, tensors: list[Tensor]
-    ) -> tuple[int, PassId | None]:
+    def announce_send(self, peer: int, tensors: Leaving) -> tuple[int, PassId | None]:
         """As `record_send`, but leaves the node to `finish_sends`, or to who needs it."""
         with self.lock:
             self.state.meet(peer)
@@ -145,7 +159,13 @@ class Side:
     def _make_sends(self) -> None:
         if self._unrecorded:
             unrecorded, self._unrecorded = self._unrecorded, []
-            for message, tensors in unrecorded:
+            for message, leaving in unrecorded:
+                tensors = [tensor for tensor, node in leaving if tensor.grad_fn is node]
+                if len(tensors) < len(leaving):
+                    # Changed in place by another thread: what left cannot be reached
+                    # any more. A gradient for it must not go to what is there now.
+                    message.is_changed = True
+                    tensors = [CHAIN_END] * len(leaving)
                 self._tail.append(record(_send, message, tensors))
 
     def join(

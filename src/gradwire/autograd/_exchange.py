@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast
-from gradwire.autograd._context import ContextName, Side, active_context
+from gradwire.autograd._context import ContextName, Side, active_context, leaving
 from gradwire.autograd._engine import Destination, accumulate, run_backward
 from gradwire.autograd._messages import (
     Dead,
@@ -58,8 +58,10 @@ from gradwire.errors import (
 )
 from gradwire.rpc.extension import (
     Agent,
+    Note,
     Outcome,
     Peer,
+    Scope,
     serving_agent,
 )
 from gradwire.transport import Frame
@@ -90,6 +92,14 @@ class Exchange:
         # The parts of passes that run here, by the engine's numbers of the backwards.
         # Plain dictionary operations, each atomic.
         self.tasks: dict[int, Run] = {}
+        # Calls and replies that are encoded, and whose nodes are made when they have been
+        # written; likewise.
+        self.unfinished: set[Note | Scope] = set()
+
+    def finish_sends(self) -> None:
+        """Makes the nodes of all that has left: what comes next may change its tensors."""
+        for message in list(self.unfinished):
+            message.sent()
 
     # ------------------------------------------------------------------ running a part
 
@@ -305,7 +315,7 @@ class Exchange:
         if run.create_graph:
             tracked = list({id(g): g for g in values if g.requires_grad}.values())
             if tracked:
-                history, after = side.record_send(message.peer, tracked)
+                history, after = side.record_send(message.peer, leaving(tracked))
         if values:
             side.state.note_shipped(message.peer, message.number)
         else:

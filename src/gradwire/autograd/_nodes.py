@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gradwire.autograd._passes import NONE
-from gradwire.autograd._plain import admit, consumed, gone
+from gradwire.autograd._plain import admit, changed, consumed, gone
 from gradwire.autograd._torch_private import TaskWatch, current_task
 from gradwire.errors import RemoteProtocolError
 
@@ -26,7 +26,15 @@ __all__ = ["ReceivedMessage", "SentMessage"]
 class SentMessage:
     """What a `Send` node knows: a message of ours whose gradients are waited for."""
 
-    __slots__ = ("_count", "_event", "_exchange", "_mark", "_name", "_peer")
+    __slots__ = (
+        "_count",
+        "_event",
+        "_exchange",
+        "_mark",
+        "_name",
+        "_peer",
+        "is_changed",
+    )
 
     def __init__(
         self, exchange: Exchange, side: Side, event: int, peer: int, count: int
@@ -37,6 +45,7 @@ class SentMessage:
         self._event = event
         self._peer = peer
         self._count = count
+        self.is_changed = False  # its tensors were, before the node could be made
 
     def await_gradients(self) -> Sequence[Tensor | None]:
         """Called by the engine. Outside of a pass of ours nobody will answer."""
@@ -52,6 +61,8 @@ class SentMessage:
             raise RemoteProtocolError(
                 f"{len(answer.present)} gradients arrived for {self._count} tensors"
             )
+        if self.is_changed:
+            raise changed(exchange, side.label)
         if answer.history >= 0:  # the gradients themselves arrive differentiably
             exchange.perform(
                 side,

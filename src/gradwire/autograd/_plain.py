@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
     from gradwire.autograd._nodes import ReceivedMessage
 
-__all__ = ["admit", "consumed", "gone"]
+__all__ = ["admit", "changed", "consumed", "gone"]
 
 
 def admit(
@@ -134,6 +134,15 @@ def consumed(exchange: Exchange, label: str) -> GraphConsumed:
         "several times: one backward over the sum, backward([loss1, loss2]), or "
         "retain_graph=True for all but the last, or a context for each forward, or "
         "no context at all",
+        worker=exchange.agent.info.name,
+    )
+
+
+def changed(exchange: Exchange, label: str) -> AutogradError:
+    return AutogradError(
+        f"a tensor that was sent in {label} was changed in place by another thread at the "
+        "same time, so its gradient cannot be passed on. Send a clone(), or wait until "
+        "the call has returned before you change it",
         worker=exchange.agent.info.name,
     )
 

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast, autocast_state
 from gradwire.autograd._averaged import watch_wrappers
-from gradwire.autograd._context import ContextName, Side, active_context
+from gradwire.autograd._context import (
+    ContextName,
+    Leaving,
+    Side,
+    active_context,
+    leaving,
+)
 from gradwire.autograd._cuts import (
     is_cut_outside_context,
     records_without_context,
@@ -125,7 +131,7 @@ class Recorder(Interceptor):
             return None
         header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
         note = _CallNote(exchange, side)
-        history = [tensors[i] for i in tracked]
+        history = leaving([tensors[i] for i in tracked])
         if history:
             header.flags |= MESSAGE_HAS_HISTORY
         if side is not None:
@@ -139,6 +145,7 @@ class Recorder(Interceptor):
             if history:
                 note.event, header.after = side.announce_send(peer.info.id, history)
                 header.message = note.event
+                exchange.unfinished.add(note)
             side.calls.add(note)
         elif history:
             note.begin_own(label, peer.info.id, call_id, history)
@@ -235,6 +242,8 @@ class Recorder(Interceptor):
     ) -> Scope:
         """See `Interceptor`."""
         exchange = self.exchange
+        if exchange.unfinished:
+            exchange.finish_sends()
         if header is None:
             return _PlainScope(exchange, peer, call_id, label)
         call: CallHeader = decode_header(CallHeader, header)
@@ -296,7 +305,7 @@ class _CallNote(Note):
         super().__init__()
         self._exchange = exchange
         self._side = side
-        self._own: tuple[str, int, int, list[Tensor]] | None = None
+        self._own: tuple[str, int, int, Leaving] | None = None
         # Guards the two above: the thread that calls, and the one that reads the answer.
         self._lock = threading.Lock()
         self.event = -1
@@ -304,13 +313,13 @@ class _CallNote(Note):
         is_made_in_backward = current_task() != NO_TASK
         self.made_in = TaskWatch() if is_made_in_backward else None
 
-    def begin_own(
-        self, label: str, peer: int, call_id: int, tensors: list[Tensor]
-    ) -> None:
+    def begin_own(self, label: str, peer: int, call_id: int, tensors: Leaving) -> None:
         """The call is a context of its own, and these are its first message."""
         self._own = label, peer, call_id, tensors
         if peer == self._exchange.me:
             self.sent()  # both ends are one side, whose first event this is
+        else:
+            self._exchange.unfinished.add(self)
 
     def sent(self) -> None:
         """See `Note`."""
@@ -320,10 +329,9 @@ class _CallNote(Note):
                 self._own = None
             elif self._side is not None:
                 self._side.finish_sends()
+        self._exchange.unfinished.discard(self)
 
-    def _make_side(
-        self, label: str, peer: int, call_id: int, tensors: list[Tensor]
-    ) -> None:
+    def _make_side(self, label: str, peer: int, call_id: int, tensors: Leaving) -> None:
         exchange = self._exchange
         name = exchange.name_of_call(call_id)
         label = call_label(label, exchange.agent.info.name)
@@ -333,8 +341,8 @@ class _CallNote(Note):
 
     def answered(self) -> Side | None:
         """The side of the call, which is over."""
-        if self._own is not None:
-            self.sent()
+        if self in self._exchange.unfinished:
+            self.sent()  # the answer was faster than the thread that calls
         if (side := self._side) is not None:
             side.calls.discard(self)
         return side
@@ -344,6 +352,9 @@ class _CallNote(Note):
         with self._lock:
             self._own = None
             side = self._side
+        if side is not None and was_sent and not side.is_implicit:
+            side.finish_sends()
+        self._exchange.unfinished.discard(self)
         if side is None:
             return
         side.calls.discard(self)
@@ -378,6 +389,11 @@ class _PlainScope(Scope):
         name = ContextName(key_of_call(peer.info.id, self._call_id), peer.incarnation)
         self._scope = _CallScope(self._exchange, peer, name, self._label, None)
         return self._scope.sending_reply(tensors, of_modules)
+
+    def sent(self) -> None:
+        """See `Scope`."""
+        if self._scope is not None:
+            self._scope.sent()
 
     def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
@@ -442,12 +458,19 @@ class _CallScope(Scope):
                 is_caller=self._peer.info.id == self._exchange.me,
             )
         side.is_serving = False
-        history = [tensors[i] for i in tracked]
-        self._event, after = side.record_send(self._peer.info.id, history)
+        history = leaving([tensors[i] for i in tracked])
+        self._event, after = side.announce_send(self._peer.info.id, history)
+        self._exchange.unfinished.add(self)
         header = ReplyHeader(self._event, after)
         if not self._is_implicit:
             header.key, header.incarnation = self._name
         return Addition(encode_header(header), tracked)
+
+    def sent(self) -> None:
+        """See `Scope`."""
+        if self._event >= 0 and self.side is not None:
+            self.side.finish_sends()
+            self._exchange.unfinished.discard(self)
 
     def _cut_reply(self, tensors: list[Tensor]) -> Addition:
         changes = _cut(tensors)
@@ -457,6 +480,7 @@ class _CallScope(Scope):
 
     def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
+        self._exchange.unfinished.discard(self)
         side = self.side
         if side is None:
             return

@@ -91,6 +91,9 @@ class Scope:
         """The result is about to be encoded. See `Interceptor.sending_call`."""
         return NOTHING
 
+    def sent(self) -> None:
+        """The result is on its way; as `Note.sent`."""
+
     def failed(self, error: BaseException | None = None) -> None:
         """The handler raised, or its result could not be sent."""
 

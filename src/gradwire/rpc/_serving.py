@@ -34,7 +34,7 @@ from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._turn import about_to_block, current_turn
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
-from gradwire.transport import Frame
+from gradwire.transport import Frame, Ticket
 from gradwire.wire import (
     Call,
     Failure,
@@ -316,8 +316,7 @@ class _Request:
         self._send(outgoing)
 
     def fail(self, error: BaseException) -> None:
-        for _, scope in self.scopes:
-            scope.failed(error)
+        self._fail_scopes(error)
         worker = self._server._agent.info.name
         _log.debug("worker %s: a call failed", worker, exc_info=error)
         try:
@@ -335,6 +334,11 @@ class _Request:
         agent = self._server._agent
         description = agent.describe(error)
         return encode(Failure(self._id), description, serializer=agent.serializer)
+
+    def _fail_scopes(self, error: BaseException) -> None:
+        scopes, self.scopes = self.scopes, []
+        for _, scope in scopes:
+            scope.failed(error)
 
     def succeed_later(self, future: Any, function: Callable[..., Any]) -> None:
         """Answers when a future completes. No thread is held until then."""
@@ -360,26 +364,32 @@ class _Request:
 
     def _send(self, outgoing: Outgoing) -> None:
         try:
-            turn = current_turn()
-            # More requests follow in this turn: their answers leave together.
-            hold = turn is not None and turn.link is self._link and bool(turn.rest)
-            ticket = self._link.send(outgoing.head, outgoing.buffers, hold=hold)
+            ticket = self._write(outgoing)
+            for _, scope in self.scopes:
+                scope.sent()
             if ticket is not None:
                 # The user's tensor may change as soon as the handler is over.
                 about_to_block()
                 if not ticket.wait(self._server._agent.options.lost_after):
                     ticket.detach()
-        except TransportError:
-            _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
-        except GradwireError as error:  # over a limit
-            for _, scope in self.scopes:
-                scope.failed(error)
-            refusal = self._encode_failure(error)
-            with contextlib.suppress(TransportError):
-                self._link.send(refusal.head)
         finally:
             if self._counts:
                 self._server.finished(self)
+
+    def _write(self, outgoing: Outgoing) -> Ticket | None:
+        try:
+            turn = current_turn()
+            # More requests follow in this turn: their answers leave together.
+            hold = turn is not None and turn.link is self._link and bool(turn.rest)
+            return self._link.send(outgoing.head, outgoing.buffers, hold=hold)
+        except TransportError:
+            _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
+        except GradwireError as error:  # over a limit
+            self._fail_scopes(error)
+            refusal = self._encode_failure(error)
+            with contextlib.suppress(TransportError):
+                self._link.send(refusal.head)
+        return None
 
 
 class _EventLoop:
