@@ -1,0 +1,97 @@
+"""Showing what workers print: line by line, each with the name of its worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import TextIO
+
+__all__ = ["Output"]
+
+_LOOK_S = 0.05
+_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+_MOST_BYTES = 1 << 20
+
+
+class Output:
+    """Follows files that workers write, and shows their lines.
+
+    Args:
+        width: Of the longest name, so that the lines begin below each other.
+        use_colours: None: if the stream is a terminal and ``NO_COLOR`` is not set.
+    """
+
+    def __init__(self, width: int, use_colours: bool | None = None) -> None:
+        self._width = width
+        self._use_colours = use_colours
+        self._colours: dict[str, int] = {}
+        self._closing = threading.Event()
+        # Guards all below: the thread that looks, and who adds files or words.
+        self._lock = threading.Lock()
+        self._files: list[_File] = []
+        self._thread = threading.Thread(
+            target=self._run, name="gradwire-output", daemon=True
+        )
+        self._thread.start()
+
+    def follow(self, name: str, path: str, stream: TextIO) -> None:
+        """Shows what a worker writes to a file from now on."""
+        with self._lock:
+            self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
+            self._files.append(_File(name, Path(path), stream))
+
+    def flush(self) -> None:
+        """Shows all that there is; lines that have no end yet too."""
+        with self._lock:
+            self._show_all(to_the_end=True)
+
+    def close(self) -> None:
+        """Shows what is left, and ends."""
+        self._closing.set()
+        self._thread.join()
+        self.flush()
+
+    def _run(self) -> None:
+        while not self._closing.wait(_LOOK_S):
+            with self._lock:
+                self._show_all(to_the_end=False)
+
+    def _show_all(self, *, to_the_end: bool) -> None:
+        for file in self._files:
+            while lines := file.read_lines(to_the_end=to_the_end):
+                prefix = self._prefix(file)
+                file.stream.write("".join(f"{prefix}{line}\n" for line in lines))
+                file.stream.flush()
+
+    def _prefix(self, file: _File) -> str:
+        text = f"[{file.name}]".ljust(self._width + 3)
+        wanted = self._use_colours
+        if wanted is None:
+            wanted = file.stream.isatty() and "NO_COLOR" not in os.environ
+        return f"\033[{self._colours[file.name]}m{text}\033[0m" if wanted else text
+
+
+class _File:
+    """One stream of one worker."""
+
+    def __init__(self, name: str, path: Path, stream: TextIO) -> None:
+        self.name = name
+        self.stream = stream
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def read_lines(self, *, to_the_end: bool) -> list[str]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return []  # not begun yet
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if to_the_end and not data and self._rest:
+            lines.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace") for line in lines]

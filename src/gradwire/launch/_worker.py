@@ -1,0 +1,74 @@
+"""What runs in a worker that ``gradwire run`` has started: the user's program.
+
+An exception that ends the program is not printed here, where it would be lost among what
+the others print: it is written to the file that the launcher has named, which shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from gradwire import _program
+from gradwire._config import NAME_VARIABLE
+from gradwire.errors import PeerLostError
+from gradwire.launch._roles import this_worker
+
+__all__ = ["main"]
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def main(arguments: list[str]) -> None:
+    """Runs a program under the name that follows from the rank."""
+    os.environ[NAME_VARIABLE] = this_worker().name
+    try:
+        _program.run_program(arguments)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        if not _record(error):
+            raise
+        sys.exit(1)
+
+
+def _record(error: Exception) -> bool:
+    """Writes an exception where the launcher looks for it."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        return False
+    error = error.with_traceback(_of_the_program(error.__traceback__))
+    trace = "".join(traceback.format_exception(error))
+    report: dict[str, Any] = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))},
+        },
+        "at": time.monotonic(),
+        "is_loss": isinstance(error, PeerLostError),
+    }
+    Path(path).write_text(json.dumps(report))
+    return True
+
+
+def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without our own frames and those of runpy."""
+    ours = (__file__, _program.__file__)
+    rest = trace
+    while rest is not None:
+        name = rest.tb_frame.f_code.co_filename
+        if name not in ours and "runpy" not in name:
+            return rest
+        rest = rest.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

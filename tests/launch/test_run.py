@@ -1,0 +1,137 @@
+"""The command ``gradwire run``, with real processes under torch's launcher."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire._cli import main
+from gradwire.errors import UsageError
+from gradwire.launch._roles import parse_roles, worker_of
+
+pytestmark = pytest.mark.multiproc
+
+PROGRAMS = Path(__file__).with_name("programs.py")
+ROLES = ("--role", "ps=1", "--role", "trainer=2")
+SOON_S = 60.0
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gradwire", "run", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=False,
+    )
+
+
+def test_workers_have_names_and_one_secret_and_prefixed_output(tmp_path):
+    done = run("--log-dir", tmp_path, *ROLES, PROGRAMS, "train")
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "gradient" in line) == [
+        "[trainer:0] gradient tensor([2., 2.])",
+        "[trainer:1] gradient tensor([2., 2.])",
+    ]
+    assert len(set(re.findall(r"secret of \d+", done.stdout))) == 1
+    assert done.stderr.count("on stderr") == 3
+    assert "[ps]        on stderr" in done.stderr
+    assert list(tmp_path.rglob("stdout.log"))
+
+
+def test_traceback_of_the_first_failure_comes_first_and_once(tmp_path):
+    done = run(*ROLES, PROGRAMS, "fail", tmp_path)
+    ended = time.time()
+
+    assert done.returncode == 1
+    assert ended - (tmp_path / "failed").stat().st_mtime < 5
+    text = done.stderr
+    assert "gradwire: worker 'trainer:1' failed first" in text
+    assert text.count("Traceback (most recent call last)") == 1
+    assert text.count("ValueError: bad luck") == 1
+    assert "runpy" not in text
+    assert text.index("ValueError: bad luck") < text.index(
+        "worker 'trainer:0' failed then"
+    )
+
+
+def test_killed_worker_is_named():
+    done = run(*ROLES, PROGRAMS, "die")
+
+    assert done.returncode == 128 + signal.SIGKILL
+    assert re.search(
+        r"worker 'trainer:1' failed first \(process \d+\):\n\nit was killed by SIGKILL",
+        done.stderr,
+    )
+
+
+def test_restarted_workers_find_each_other_again(tmp_path):
+    done = run("--max-restarts", "1", *ROLES, PROGRAMS, "fail_once", tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.count("[ps]        all there: ['ps', 'trainer:0', 'trainer:1']")
+        == 1
+    )
+    assert "ValueError: only once" in done.stderr
+    assert "all workers are started again (1 of 1)" in done.stderr
+
+
+def test_ctrl_c_ends_everything(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradwire", "run", *ROLES, PROGRAMS, "wait", tmp_path],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + SOON_S
+    while len(list(tmp_path.iterdir())) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, text = process.communicate(timeout=SOON_S)
+
+    assert process.returncode == 128 + signal.SIGINT
+    assert "ended by SIGINT; all workers are ended" in text
+    assert "Traceback" not in text
+    assert time.monotonic() - start < 10
+    for path in tmp_path.iterdir():
+        assert not Path(f"/proc/{path.name.split('-')[1]}").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--role", "ps", "x.py"], "NAME=COUNT"),
+        (["--role", "ps=1", "--role", "ps=2", "x.py"], "given twice"),
+        (["--role", "ps=1", "no_such_file.py"], "no script 'no_such_file.py'"),
+        (
+            ["--role", "a=3", "--nnodes", "2", "--rdzv-endpoint", "h:1", str(PROGRAMS)],
+            "need one secret",
+        ),
+    ],
+)
+def test_wrong_commands_are_refused(arguments, text, capsys, monkeypatch):
+    monkeypatch.delenv("GRADWIRE_SECRET", raising=False)
+    assert main(["run", *arguments]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_names_follow_from_roles_and_rank():
+    roles = parse_roles(["ps=1", "trainer=2"])
+
+    found = [worker_of(roles, rank).name for rank in range(3)]
+
+    assert found == ["ps", "trainer:0", "trainer:1"]
+    with pytest.raises(UsageError, match="no rank 3"):
+        worker_of(roles, 3)
