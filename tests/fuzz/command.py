@@ -6,7 +6,7 @@ import argparse
 import random
 import time
 
-from fuzz.running import Report, bounded_memory, run, run_block
+from fuzz.running import run
 from fuzz.targets import TARGETS, make_targets
 
 
@@ -15,24 +15,19 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="how many in all")
     parser.add_argument("--seed", type=int, help="a fresh one if left out")
     parser.add_argument("--target", choices=list(TARGETS), help="this one only")
-    parser.add_argument("--block", type=int, help="repeat one block of one target")
+    parser.add_argument("--first", type=int, default=0, help="block to begin with")
+    parser.add_argument("--block", type=int, help="this block only")
     chosen = parser.parse_args()
     seed = random.randrange(1 << 32) if chosen.seed is None else chosen.seed
     print(f"seed {seed}")
     targets = make_targets([chosen.target] if chosen.target else list(TARGETS))
     start = time.monotonic()
     if chosen.block is not None:
-        reports = [Report(target.name) for target in targets]
-        with bounded_memory():
-            for target, report in zip(targets, reports, strict=True):
-                run_block(target, seed, chosen.block, report)
+        reports = run(targets, seed, 1, chosen.block)
     else:
-        reports = run(targets, seed, chosen.inputs)
+        reports = run(targets, seed, chosen.inputs, chosen.first)
     took = time.monotonic() - start
-    for report in reports:
-        print(report)
-        for finding in report.findings:
-            print(f"FINDING {finding}")
+    print(*reports, sep="\n")
     total = sum(report.num_inputs for report in reports)
     num_findings = sum(len(report.findings) for report in reports)
     print(f"{total} inputs in {took:.0f} s, seed {seed}: {num_findings} findings")

@@ -159,23 +159,32 @@ def check_error(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
-def run(targets: list[Target], seed: int, num_inputs: int) -> list[Report]:
-    """Feeds all targets in turn, about the same number of inputs to each."""
+def run(
+    targets: list[Target], seed: int, num_inputs: int, first: int = 0
+) -> list[Report]:
+    """Feeds all targets in turn, about the same number of inputs to each.
+
+    A crash of the process itself shows a stack; the block is the one after the last that
+    was told, or one of the hundred after it.
+    """
+    faulthandler.enable()
     reports = [Report(target.name) for target in targets]
     num_blocks = -(-num_inputs // (BLOCK * len(targets)))
     # Every block collects garbage to see what grew: torch itself is none.
     gc.collect()
     gc.freeze()
     with bounded_memory():
-        for number in range(num_blocks):
+        for number in range(first, first + num_blocks):
             for target, report in zip(targets, reports, strict=True):
                 faulthandler.dump_traceback_later(HANG_S, exit=True)
+                told = len(report.findings)
                 run_block(target, seed, number, report)
+                for finding in report.findings[told:]:
+                    print(f"FINDING {finding}", flush=True)
             if sum(len(report.findings) for report in reports) > MAX_FINDINGS:
                 break
-            done = number + 1
-            if done % 100 == 0:
-                print(f"{time.strftime('%H:%M:%S')} block {done} of {num_blocks}")
+            if (number + 1) % 100 == 0:
+                print(f"{time.strftime('%H:%M:%S')} block {number}")
                 print(*reports, sep="\n", flush=True)
     faulthandler.cancel_dump_traceback_later()
     return reports

@@ -38,6 +38,7 @@ _MAX_NBYTES = 2**63 - 1
 _NO_DTYPE = (None, 0)
 _NUM_PARTS_COO = 2
 _NUM_PARTS_COMPRESSED = 3
+_BLOCK_LAYOUTS = (4, 5)
 _INDICES_COO = (torch.int64,)
 _INDICES_COMPRESSED = (torch.int32, torch.int64)
 
@@ -231,6 +232,11 @@ def _make_sparse(meta: TensorMeta, earlier: list[torch.Tensor]) -> torch.Tensor:
             is_coalesced=bool(meta.flags & COALESCED),
             check_invariants=True,
         )
+    if meta.layout in _BLOCK_LAYOUTS:
+        # Torch lets blocks of no elements pass, and divides by their sizes later.
+        num_batch_dims = parts[0].dim() - 1
+        if 0 in parts[2].shape[num_batch_dims + 1 : num_batch_dims + 3]:
+            _fail(meta, f"its blocks are empty, of shape {tuple(parts[2].shape)}")
     return torch.sparse_compressed_tensor(
         parts[0],
         parts[1],

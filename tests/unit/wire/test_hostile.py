@@ -192,6 +192,21 @@ def test_sparse_indices_without_memory_of_their_own_are_refused(layout):
         _decode(body, bytes(12))
 
 
+@pytest.mark.parametrize("layout", [4, 5])
+@pytest.mark.parametrize("block", [(0, 2), (2, 0), (0, 0)])
+def test_sparse_blocks_without_elements_are_refused(layout, block):
+    # Torch would divide by their sizes when the tensor is used, and end the process.
+    ends = TensorMeta(LONG, (3,), storage=0)
+    others = TensorMeta(LONG, (2,), storage=1)
+    values = TensorMeta(FLOAT, (2, *block), storage=2)
+    sparse = TensorMeta(FLOAT, (4, 4), layout=layout, parts=(0, 1, 2))
+    body = Body(SINGLE, [None], [3], [ends, others, values, sparse], [24, 16, 0])
+    inline = b"".join(n.to_bytes(8, "little") for n in (0, 1, 2, 0, 1))
+
+    with pytest.raises(DecodeError, match="its blocks are empty"):
+        _decode(body, inline)
+
+
 def test_sparse_indices_of_another_dtype_are_refused():
     # Torch would make a larger copy of them.
     indices = TensorMeta(8, (1, 2), storage=0)
