@@ -22,6 +22,37 @@ UNSET_TIMEOUT = -1.0
 SERIALIZERS = ("pickle", "safe")
 
 
+class _HiddenText(str):
+    """A text that shows itself nowhere: dumps of local variables go to logs, too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __str__(self) -> str:
+        return "<secret>"
+
+    def __format__(self, spec: str) -> str:
+        return "<secret>"
+
+
+class _HiddenBytes(bytes):
+    """As `_HiddenText`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    def __str__(self) -> str:
+        return "<secret>"
+
+
+def _hide(secret: str | bytes) -> str | bytes:
+    return _HiddenText(secret) if isinstance(secret, str) else _HiddenBytes(secret)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RpcBackendOptions:
     """What can be set for one worker's agent. All times are in seconds.
@@ -116,8 +147,14 @@ class RpcBackendOptions:
             )
         if self.transports is not None and not self.transports:
             raise ValueError("transports must name at least one transport, or be None")
-        if self.secret is not None and len(self.secret) == 0:
-            raise ValueError("secret must not be empty; use None for 'no secret'")
+        if self.secret is not None:
+            if not isinstance(self.secret, (str, bytes)):
+                raise TypeError(
+                    f"secret must be a str or bytes, not {type(self.secret).__name__}"
+                )
+            if not self.secret:
+                raise ValueError("secret must not be empty; use None for 'no secret'")
+            object.__setattr__(self, "secret", _hide(self.secret))
 
 
 def _check_seconds(name: str, value: object, *, zero_allowed: bool) -> None:
@@ -151,7 +188,10 @@ def find_secret(options: RpcBackendOptions) -> bytes | None:
             ) from error
         if not secret:
             raise UsageError(f"GRADWIRE_SECRET_FILE names {path!r}, which is empty")
-    return secret.encode() if isinstance(secret, str) else secret
+    if isinstance(secret, str):
+        # The environment may hold bytes that are no text; an error would quote them.
+        secret = secret.encode(errors="surrogateescape")
+    return None if secret is None else _HiddenBytes(secret)
 
 
 def find_name(name: str | None) -> str:
