@@ -14,13 +14,13 @@ INSTALLING := $(VENV)/.installing
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A crashed test process ends the run: with restarts, xdist may wait for it for ever.
 PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist load --max-worker-restart=0 $(PYTEST_ARGS)
-CHECKED := $(wildcard tests examples benchmarks)
+CHECKED := $(wildcard tests examples benchmarks scripts)
 
 # Workers share the machine: one thread each, or they fight for the cores.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types layers test unit oracle chaos conformance demo bench format clean
+.PHONY: help setup lint types layers docs test unit oracle chaos conformance demo bench format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,7 +51,11 @@ types: $(READY) ## mypy, strict for the package
 layers: $(READY) ## who may import whom
 	$(BIN)/lint-imports
 
-test: lint types layers ## all checks, then all tests
+# The variable: a notice about other tools at every build.
+docs: $(READY) ## the documentation site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+test: lint types layers docs ## all checks, then all tests
 	$(BIN)/python -m tests.conformance.torch_suites --fast
 	$(PYTEST)
 
