@@ -593,11 +593,12 @@ class Exchange:
             # to say so, until it is left.
             is_hit = side.state.broken is not None and not side.is_implicit
             if opener_of(side.name.key) == rank:
-                self.releases.end(side, error)
+                self.releases.opener_lost(side, peer, error)
             elif is_hit and not self._is_mine(side):
-                self.registry.mark_broken(side.name, side.state.broken)
+                known = side.state.known - {rank}
+                self.registry.mark_broken(side.name, side.state.broken, known)
                 self.releases.end(side, error)
-        self.registry.forget_broken(rank)
+        self.registry.forget_broken(rank, peer.incarnation)
 
     # ------------------------------------------------------------------------- telling
 

@@ -237,12 +237,15 @@ class Release(Message, array_like=True, gc=False):
         issued: All explicit contexts of this opener with a counter up to this one are
             over, except for those in ``live``. -1 for calls, which need no such mark.
         live: Counters.
+        lost: The opener's name if it is lost, and this comes from another worker, on
+            behalf of those who were never connected to the opener.
     """
 
     incarnation: int
     keys: list[int]
     issued: int = -1
     live: tuple[int, ...] = ()
+    lost: str = ""
 
 
 register_message(16, PassStart)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire.autograd._context import ContextName, Mark, Side
 from gradwire.autograd._messages import (
@@ -48,6 +49,13 @@ class Ended:
         return counter <= self._issued and counter not in self._live
 
 
+class Broken(NamedTuple):
+    """A context that was dropped because a member was lost."""
+
+    cause: Any  # see `Exchange.describe`
+    known: frozenset[int]  # who must still hear of its end
+
+
 class Registry:
     """Sides by context.
 
@@ -66,9 +74,9 @@ class Registry:
         self._issued = -1
         self._live: set[int] = set()
         self._kept: weakref.WeakSet[Mark] = weakref.WeakSet()
-        # Contexts of others that were dropped here because a worker was lost, and why:
-        # others may still start passes over them. Until their openers' releases come.
-        self._broken: dict[ContextName, Any] = {}
+        # Contexts of others that were dropped here because a worker was lost: others may
+        # still start passes over them. Until their openers' releases come.
+        self._broken: dict[ContextName, Broken] = {}
         self._is_closed = False
 
     def open(self, into_grad: bool) -> Side:
@@ -102,7 +110,7 @@ class Registry:
         # Gradients that were here are gone. Whoever takes that for "there were none"
         # would make its step without them.
         with self._lock:
-            causes = [cause for name, cause in self._broken.items() if name.key == key]
+            causes = [b.cause for name, b in self._broken.items() if name.key == key]
         for cause in causes:
             raise rebuild(cause)
         ended = self._ended.get(opener_of(key))
@@ -179,20 +187,30 @@ class Registry:
                 self._kept.add(side.mark)
             return side
 
-    def mark_broken(self, name: ContextName, cause: Any) -> None:
+    def mark_broken(
+        self, name: ContextName, cause: Any, known: Iterable[int] = ()
+    ) -> None:
         """A context of another worker is dropped because a member was lost."""
         with self._lock:
-            self._broken[name] = cause
+            self._broken.setdefault(name, Broken(cause, frozenset(known)))
 
     def why_broken(self, name: ContextName) -> Any:
         """Why a context was dropped; None if it was not, or is over."""
-        return self._broken.get(name)
+        broken = self._broken.get(name)
+        return None if broken is None else broken.cause
 
-    def forget_broken(self, opener: int) -> None:
-        """An opener is lost: nobody will ask for its contexts any more."""
+    def take_broken(self, name: ContextName) -> frozenset[int]:
+        """A broken context is over; returns who must still hear of it."""
         with self._lock:
-            for name in [n for n in self._broken if opener_of(n.key) == opener]:
-                del self._broken[name]
+            broken = self._broken.pop(name, None)
+        return frozenset() if broken is None else broken.known
+
+    def forget_broken(self, opener: int, incarnation: int) -> None:
+        """An opener lives again, or has died again: its earlier lives are forgotten."""
+        with self._lock:
+            for name in list(self._broken):
+                if opener_of(name.key) == opener and name.incarnation != incarnation:
+                    del self._broken[name]
 
     def ended_so_far(self) -> tuple[int, tuple[int, ...]]:
         """What our own releases say: see `Ended`."""
@@ -201,16 +219,23 @@ class Registry:
 
     def note_ended(
         self, opener: int, incarnation: int, issued: int, live: tuple[int, ...]
-    ) -> None:
-        """Takes in what the release of another worker says."""
+    ) -> list[ContextName]:
+        """Takes in what the release of another worker says.
+
+        Returns:
+            The broken contexts that are over by it.
+        """
+        self.forget_broken(opener, incarnation)
         with self._lock:
             ended = self._ended.get(opener)
             if ended is None or ended.incarnation != incarnation:
                 ended = self._ended[opener] = Ended(incarnation)
             ended.note(issued, set(live))
-            for name in list(self._broken):
-                if opener_of(name.key) == opener and self._is_over(name):
-                    del self._broken[name]
+            return [
+                name
+                for name in self._broken
+                if opener_of(name.key) == opener and self._is_over(name)
+            ]
 
     def sides(self) -> list[Side]:
         """All sides."""

@@ -6,11 +6,12 @@ context. The context of a call has two members, and only the caller can end it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from gradwire.autograd._context import ContextName, Lease, Side
-from gradwire.autograd._messages import Release, opener_of
-from gradwire.errors import ContextReleased
+from gradwire.autograd._messages import Release, is_implicit, opener_of
+from gradwire.errors import ContextReleased, PeerLostError
 from gradwire.rpc.extension import Leftovers, Peer
 from gradwire.transport import Frame
 from gradwire.wire import encode
@@ -43,20 +44,59 @@ class Releases:
     def on_release(self, peer: Peer, message: Release, frame: Frame) -> None:
         """Contexts are over; we tell those whom we know in them."""
         for key in message.keys:
-            if message.issued >= 0:
-                self._registry.note_ended(
-                    opener_of(key), message.incarnation, message.issued, message.live
+            name = ContextName(key, message.incarnation)
+            if message.lost and opener_of(key) == self._exchange.me:
+                continue  # others do not reach us; our own contexts end when we say so
+            side = self._registry.drop(name)
+            if message.lost:
+                self._registry.mark_broken(
+                    name, self._exchange.describe(_loss(message))
                 )
-            side = self._registry.drop(ContextName(key, message.incarnation))
+            elif not is_implicit(key):
+                self._end_broken(name, message, peer.info.id)
             if side is not None and side.is_implicit:
                 self.end(side)
             elif side is not None:
                 self._spread(side, message, peer.info.id)
 
+    def opener_lost(self, side: Side, peer: Peer, error: BaseException) -> None:
+        """The worker that opened a context is lost: nobody else would end it.
+
+        Members that were never connected to it do not notice; we tell those we know.
+        """
+        key, incarnation = side.name
+        if not side.is_implicit:
+            # Handlers that still run in it must not bring it back to life.
+            self._registry.mark_broken(side.name, self._exchange.describe(error))
+            message = Release(incarnation, [key], lost=peer.info.name)
+            self._tell(side, message, peer.info.id)
+        self.end(side, error)
+
+    def _end_broken(self, name: ContextName, message: Release, sender: int) -> None:
+        """Contexts that were dropped here before are over; others may not know."""
+        over = {name: self._registry.take_broken(name)}
+        if message.issued >= 0:
+            for other in self._registry.note_ended(
+                opener_of(name.key), message.incarnation, message.issued, message.live
+            ):
+                over[other] = self._registry.take_broken(other)
+        for ended, known in over.items():
+            if known - {sender}:
+                told = Release(
+                    message.incarnation, [ended.key], message.issued, message.live
+                )
+                self._send(known - {sender}, told)
+
     def _spread(self, side: Side, message: Release, sender: int | None) -> None:
+        self._tell(side, message, sender)
+        self.end(side)
+
+    def _tell(self, side: Side, message: Release, sender: int | None) -> None:
         with side.lock:
             known = side.state.known - {sender}
-        self.end(side)
+        self._send(known, message)
+
+    def _send(self, known: Iterable[int], message: Release) -> None:
         outgoing = encode(message)
         for rank in known:
             self._exchange.send(rank, outgoing)
@@ -95,3 +135,10 @@ class Releases:
             why = ContextReleased(f"{side.label} was released while a backward ran")
             self._exchange.abort(side, run, error or why)
         side.forget_graph()
+
+
+def _loss(message: Release) -> PeerLostError:
+    return PeerLostError(
+        f"worker {message.lost!r}, which opened the context, is lost",
+        worker=message.lost,
+    )

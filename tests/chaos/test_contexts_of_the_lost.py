@@ -1,0 +1,86 @@
+"""Contexts that lose a member, or their opener, end on everybody who took part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import autograd_functions as fn
+import functions
+import probes
+from cluster import Cluster
+from gradwire import autograd, rpc
+from gradwire.errors import PeerLostError
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.chaos]
+
+_weight = torch.ones(3, requires_grad=True)
+
+
+def multiply(x: torch.Tensor) -> torch.Tensor:
+    return x * _weight
+
+
+def call_both(first: str, second: str, x: torch.Tensor) -> torch.Tensor:
+    """Calls one worker, and then another that will be lost."""
+    y: torch.Tensor = rpc.rpc_sync(first, multiply, (x,))
+    z: torch.Tensor = rpc.rpc_sync(second, multiply, (y,))
+    return z
+
+
+def open_and_call() -> None:
+    fn.open_context()
+    x = torch.ones(3, requires_grad=True)
+    fn.keep("y", fn.inside(rpc.rpc_sync, "w1", call_both, ("w2", "w3", x)))
+
+
+def leave() -> None:
+    fn.drop("y")
+    fn.close_contexts()
+
+
+def num_contexts() -> int:
+    return int(autograd.get_debug_info()["contexts"])
+
+
+def wait_until_none_is_left(cluster: Cluster, *ranks: int) -> None:
+    for rank in ranks:
+        probes.wait_until(
+            lambda rank=rank: cluster.run(rank, num_contexts) == 0,
+            f"w{rank} has no context",
+            5.0,
+        )
+
+
+def test_end_of_a_context_passes_through_a_worker_that_broke_it(make_cluster):
+    """w0 knows w1 only; w1 has dropped the context because w3 is lost; w2 must hear."""
+    cluster = make_cluster(4)
+    cluster.run(0, open_and_call)
+    cluster.kill(3)
+    probes.wait_until(
+        lambda: cluster.run(1, num_contexts) == 0, "w1 has dropped the context"
+    )
+
+    cluster.run(0, leave)
+
+    wait_until_none_is_left(cluster, 0, 1, 2)
+
+
+def test_context_whose_opener_dies_ends_on_workers_that_it_never_called(make_cluster):
+    cluster = make_cluster(4)
+    cluster.run(0, open_and_call)
+
+    cluster.kill(0)
+
+    wait_until_none_is_left(cluster, 1, 2, 3)
+
+
+def wait_until_lost(name: str) -> None:
+    def is_lost() -> bool:
+        try:
+            rpc.rpc_sync(name, functions.echo, (1,))
+        except PeerLostError:
+            return True
+        return False
+
+    probes.wait_until(is_lost, f"{name} is lost")
