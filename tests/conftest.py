@@ -14,9 +14,11 @@ import pytest
 
 import cluster as harness
 import leaks
+import safe_functions
 from cluster import Cluster
 
 SHARED_WORLD_SIZE = 4
+SAFE_WORLD_SIZE = 3
 
 _failed = pytest.StashKey[bool]()
 
@@ -61,6 +63,26 @@ def _shared_cluster() -> Iterator[_SharedCluster]:
 def cluster(_shared_cluster: _SharedCluster) -> Cluster:
     """Four workers, w0 to w3, shared with other tests."""
     return _shared_cluster.get()
+
+
+@pytest.fixture(scope="session")
+def _shared_safe_cluster() -> Iterator[Cluster]:
+    with Cluster(SAFE_WORLD_SIZE, {"serializer": "safe"}) as made:
+        for rank in range(SAFE_WORLD_SIZE):
+            made.run(rank, safe_functions.forbid_pickling)
+        yield made
+
+
+@pytest.fixture
+def safe_cluster(_shared_safe_cluster: Cluster) -> Iterator[Cluster]:
+    """Three workers in safe mode, shared with other tests, that cannot pickle anything.
+
+    What they have not exported is never run, and they never even try to pickle.
+    """
+    yield _shared_safe_cluster
+    for rank in range(SAFE_WORLD_SIZE):
+        assert _shared_safe_cluster.run(rank, safe_functions.find_pickling) == []
+        assert not _shared_safe_cluster.run(rank, safe_functions.was_touched)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import gradwire.nn
+import gradwire.optim  # noqa: F401 - what they offer to others is there from now on
 import worker_process
 from gradwire import autograd, rpc
 from gradwire.rpc import RRef, export
@@ -242,7 +244,7 @@ def apply_gradients(context_id: int | None, rate: float) -> None:
         for parameter in _model.parameters():
             gradient = parameter.grad if gradients is None else gradients.get(parameter)
             if gradient is not None:
-                parameter.sub_(rate * gradient)
+                parameter.add_(gradient, alpha=-rate)
             parameter.grad = None
 
 
@@ -250,6 +252,35 @@ def apply_gradients(context_id: int | None, rate: float) -> None:
 def checksum() -> list[Tensor]:
     assert _model is not None
     return [parameter.detach().clone() for parameter in _model.parameters()]
+
+
+@export
+def sum_of(rref: RRef[Tensor]) -> Tensor:
+    return rref.local_value().sum()
+
+
+@export
+def lend_module() -> RRef[Bottom]:
+    return RRef(Bottom(0, 4, 3))
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ValueError("bad backward")
+
+
+@export
+def fail_in_backward(x: Tensor) -> Tensor:
+    return _FailingBackward.apply(x)  # type: ignore[no-any-return]
+
+
+class OwnOptimizer(torch.optim.SGD):
+    """Not exported."""
 
 
 # ------------------------------------------------------------------------- the canaries

@@ -161,9 +161,13 @@ EXTENSION_NAMES = [
     "Scope",
     "current_agent",
     "describe",
+    "for_agents",
+    "made_by",
+    "methods_for_agents",
     "rebuild",
     "register_interceptor",
     "serving_agent",
+    "serving_peer",
     "set_backward",
 ]
 

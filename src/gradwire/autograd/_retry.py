@@ -20,7 +20,7 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.rpc import is_initialized, rpc_sync, wait_for_worker
-from gradwire.rpc.extension import current_agent
+from gradwire.rpc.extension import current_agent, for_agents
 
 __all__ = ["aretry", "retry"]
 
@@ -207,6 +207,7 @@ class _Trials:
         raise self._last
 
 
+@for_agents
 def find_again(name: str, timeout: float, or_role: bool) -> WorkerInfo:
     """Waits until a worker that was lost, or its successor, can be called from here.
 

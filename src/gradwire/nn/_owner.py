@@ -7,12 +7,20 @@ import inspect
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from gradwire.nn._access import (
+    attribute_of,
+    check_writable,
+    method_of,
+    module_to_call,
+    module_to_manage,
+)
 from gradwire.rpc import RRef
+from gradwire.rpc.extension import current_agent, for_agents, serving_peer
 
 __all__ = [
     "Answer",
@@ -43,7 +51,7 @@ class StandIn:
         """References to them, by name."""
 
 
-class Kind(enum.Enum):
+class Kind(enum.IntEnum):
     """What an attribute or a result is, and so what comes in its place."""
 
     VALUE = enum.auto()
@@ -56,28 +64,26 @@ class Kind(enum.Enum):
     """Something to be called; does not come."""
 
 
-class Answer(NamedTuple):
-    """An attribute or a result of a module, on its way."""
+Answer = tuple[int, Any]
+"""An attribute or a result of a module, on its way: what it is, and what comes."""
 
-    kind: Kind
-    content: Any = None
+Loaded = tuple[list[str], list[str], list[str]]
+"""What loading a state has found: missing names, unexpected ones, and errors.
 
-
-class Loaded(NamedTuple):
-    """What loading a state has found: as in torch, all names with their prefixes."""
-
-    missing: list[str]
-    unexpected: list[str]
-    errors: list[str]
+As in torch, all names have their prefixes.
+"""
 
 
+@for_agents
 def create_module(
-    module_cls: Callable[..., nn.Module],
+    module_cls: Callable[..., nn.Module] | str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: str,
 ) -> nn.Module:
-    """Makes the module."""
+    """Makes the module; its class is named where nothing is unpickled."""
+    if isinstance(module_cls, str):
+        module_cls = current_agent().targets.find_class(module_cls, serving_peer.get())
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -90,12 +96,13 @@ def create_module(
 # ------------------------------------------------------------------- calls, attributes
 
 
+@for_agents
 def call_on_device(
     rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a module whose tensors are not on the CPU; messages are."""
     args, kwargs = move((args, kwargs), device)
-    return move(rref.local_value()(*args, **kwargs), "cpu")
+    return move(module_to_call(rref)(*args, **kwargs), "cpu")
 
 
 def move(value: Any, device: str) -> Any:
@@ -112,6 +119,7 @@ def move(value: Any, device: str) -> Any:
     return value
 
 
+@for_agents
 def call_method(
     rref: RRef[nn.Module],
     device: str,
@@ -120,27 +128,28 @@ def call_method(
     kwargs: dict[str, Any],
 ) -> Answer | Coroutine[Any, Any, Answer]:
     """Calls a method; what it awaits is awaited here."""
-    module = rref.local_value()
+    module = module_to_call(rref)
     if device != "cpu":
         args, kwargs = move((args, kwargs), device)
-    result = getattr(module, name)(*args, **kwargs)
+    result = method_of(rref, name)(*args, **kwargs)
     if inspect.isawaitable(result):
         return _answer_later(module, device, result)
     return _answer(module, device, result)
 
 
+@for_agents
 def get_attribute(rref: RRef[nn.Module], device: str, name: str) -> Answer:
     """Reads an attribute."""
-    module = rref.local_value()
-    found = getattr(module, name)
+    found = attribute_of(rref, name)
     if callable(found) and not isinstance(found, nn.Module):
-        return Answer(Kind.METHOD)
-    return _answer(module, device, found)
+        return Kind.METHOD.value, None
+    return _answer(rref.local_value(), device, found)
 
 
+@for_agents
 def set_attribute(rref: RRef[nn.Module], name: str, value: Any) -> None:
     """Sets an attribute."""
-    setattr(rref.local_value(), name, value)
+    setattr(check_writable(rref, name), name, value)
 
 
 async def _answer_later(
@@ -152,20 +161,21 @@ async def _answer_later(
 def _answer(module: nn.Module, device: str, value: Any) -> Answer:
     if value is module:
         now = next((str(tensor.device) for tensor in _tensors(module)), device)
-        return Answer(Kind.ITSELF, now)
+        return Kind.ITSELF.value, now
     if isinstance(value, nn.Module) and not isinstance(value, StandIn):
-        return Answer(Kind.MODULE, RRef(value))
-    return Answer(Kind.VALUE, value if device == "cpu" else move(value, "cpu"))
+        return Kind.MODULE.value, RRef(value)
+    return Kind.VALUE.value, value if device == "cpu" else move(value, "cpu")
 
 
 # -------------------------------------------------------------------------- parameters
 
 
+@for_agents
 def list_parameters(
     rref: RRef[nn.Module], recurse: bool
 ) -> list[tuple[str, ParameterRef]]:
     """References to all parameters, with their names."""
-    return list(refer_to_parameters(rref.local_value(), recurse).items())
+    return list(refer_to_parameters(module_to_manage(rref), recurse).items())
 
 
 def refer_to_parameters(module: nn.Module, recurse: bool) -> dict[str, ParameterRef]:
@@ -185,16 +195,18 @@ def refer_to_parameters(module: nn.Module, recurse: bool) -> dict[str, Parameter
     return found
 
 
+@for_agents
 def find_dtypes(rref: RRef[nn.Module]) -> set[torch.dtype]:
     """The dtypes of all that the module is made of."""
-    return {tensor.dtype for tensor in _tensors(rref.local_value())}
+    return {tensor.dtype for tensor in _tensors(module_to_manage(rref))}
 
 
+@for_agents
 def change_dtypes(
     rref: RRef[nn.Module], changes: Mapping[torch.dtype, torch.dtype]
 ) -> None:
     """Converts tensors of some dtypes to others."""
-    module: Any = rref.local_value()
+    module: Any = module_to_manage(rref)
     module._apply(lambda tensor: tensor.to(changes[tensor.dtype]))
 
 
@@ -208,14 +220,16 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 # ------------------------------------------------------------------------------- state
 
 
+@for_agents
 def read_state(
     rref: RRef[nn.Module], keep_vars: bool
 ) -> tuple[dict[str, Any], Metadata]:
     """The module's state and what torch notes about it: the versions of the classes."""
-    state = rref.local_value().state_dict(keep_vars=keep_vars)
+    state = module_to_manage(rref).state_dict(keep_vars=keep_vars)
     return move(dict(state), "cpu"), dict(_metadata_of(state))
 
 
+@for_agents
 def load_state(
     rref: RRef[nn.Module],
     prefix: str,
@@ -234,7 +248,7 @@ def load_state(
         is_current: If not: whether the state was saved by classes such as these.
         assign: As in torch.
     """
-    module = rref.local_value()
+    module = module_to_manage(rref)
     if metadata is None and is_current:
         saved = _metadata_of(module.state_dict())
         metadata = {join(prefix, path): entry for path, entry in saved.items()}
@@ -260,7 +274,7 @@ def load_state(
     finally:
         hook.remove()
     missing, unexpected = found[-1]
-    return Loaded(list(missing), list(unexpected), errors)
+    return list(missing), list(unexpected), errors
 
 
 def join(prefix: str, path: str) -> str:

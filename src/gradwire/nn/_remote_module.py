@@ -56,7 +56,8 @@ class RemoteModule(StandIn, nn.Module):
     Args:
         remote_device: ``"worker/device"`` or ``"rank:n/device"``; without a device: CPU.
         module_cls: A class, or a function that returns a module; the worker must be able
-            to import it.
+            to import it. With ``serializer="safe"``: one that the worker has exported,
+            or its name.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
@@ -82,13 +83,16 @@ class RemoteModule(StandIn, nn.Module):
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., nn.Module],
+        module_cls: Callable[..., nn.Module] | str,
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         on, device = _locate(remote_device)
-        if not callable(module_cls):
+        agent = current_agent()
+        if agent.is_safe and (callable(module_cls) or type(module_cls) is str):
+            module_cls = agent.targets.name(module_cls) or ""
+        elif not callable(module_cls):
             raise TypeError(
                 "module_cls must be a class or function that makes a module, found "
                 f"{type(module_cls).__name__}"
@@ -229,7 +233,7 @@ class RemoteModule(StandIn, nn.Module):
     @property
     def training(self) -> bool:
         """Whether the real module is in training mode."""
-        return bool(self._ask(owner.get_attribute, "cpu", "training").content)
+        return bool(self._ask(owner.get_attribute, "cpu", "training")[1])
 
     @training.setter
     def training(self, mode: bool) -> None:
@@ -302,9 +306,10 @@ class RemoteModule(StandIn, nn.Module):
                 is_current,
                 assign,
             )
-        missing_keys += loaded.missing
-        unexpected_keys += loaded.unexpected
-        error_msgs += loaded.errors
+        missing, unexpected, errors = loaded
+        missing_keys += missing
+        unexpected_keys += unexpected
+        error_msgs += errors
 
     # ---------------------------------------------------------------------- attributes
 
@@ -324,7 +329,7 @@ class RemoteModule(StandIn, nn.Module):
                 "get_module_rref()",
                 worker=self.on,
             ) from error
-        if answer.kind is Kind.METHOD:
+        if answer[0] == Kind.METHOD:
             return functools.partial(self._call_method, name)
         return self._receive(answer)
 
@@ -346,12 +351,13 @@ class RemoteModule(StandIn, nn.Module):
         return self._receive(answer)
 
     def _receive(self, answer: Answer) -> Any:
-        if answer.kind is Kind.ITSELF:
-            self.device = answer.content
+        kind, content = answer
+        if kind == Kind.ITSELF:
+            self.device = content
             return self
-        if answer.kind is Kind.MODULE:
-            return _rebuild(RemoteModule, self.on, self.device, answer.content)
-        return answer.content
+        if kind == Kind.MODULE:
+            return _rebuild(RemoteModule, self.on, self.device, content)
+        return content
 
     def _is_bound(self) -> bool:
         return "module_rref" in self.__dict__

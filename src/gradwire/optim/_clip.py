@@ -12,6 +12,7 @@ from gradwire.optim._gradients import check_context, find_gradients
 from gradwire.optim._owners import ask_all
 from gradwire.optim._references import check_references, values_of
 from gradwire.rpc import RRef, rpc_async
+from gradwire.rpc.extension import for_agents
 
 __all__ = ["clip_grad_norm_"]
 
@@ -87,6 +88,7 @@ def clip_grad_norm_(
 # -------------------------------------------------------------- what runs on the owner
 
 
+@for_agents
 @torch.no_grad()
 def measure(
     context_id: int | None, rrefs: list[RRef[Tensor]], order: float
@@ -102,6 +104,7 @@ def measure(
     return (places, torch.stack(norms)) if norms else None
 
 
+@for_agents
 @torch.no_grad()
 def scale(context_id: int | None, rrefs: list[RRef[Tensor]], factor: Tensor) -> None:
     """Multiplies the gradients of parameters."""

@@ -21,6 +21,7 @@ from gradwire.autograd.extension import outside_context
 from gradwire.errors import UsageError
 from gradwire.optim._owners import outcome_of
 from gradwire.rpc import Future, functions
+from gradwire.rpc.extension import methods_for_agents
 
 __all__ = ["Evaluations", "decides_itself", "evaluate", "needs_closure"]
 
@@ -48,6 +49,7 @@ def evaluate(closure: Closure) -> Any:
         return closure()
 
 
+@methods_for_agents("request")
 class Evaluations:
     """The evaluations of a closure in one step, at the request of the owner."""
 

@@ -26,11 +26,13 @@ from torch import Tensor
 
 from gradwire.optim._closures import Evaluations
 from gradwire.optim._gradients import drop_gradients, find_gradients
+from gradwire.optim._known import find_optimizer
 from gradwire.optim._locks import Held, find_locks, hold, try_hold
 from gradwire.optim._protocol import Mark, OwnerRecord
 from gradwire.optim._references import values_of
 from gradwire.optim._trial import Trial
 from gradwire.rpc import RRef, get_worker_info
+from gradwire.rpc.extension import for_agents, methods_for_agents
 
 __all__ = ["Changes", "Group", "LocalOptimizer", "make_local_optimizer"]
 
@@ -46,9 +48,10 @@ class Group(NamedTuple):
     """None: the program gave a plain list and no groups."""
 
 
+@for_agents
 def make_local_optimizer(
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: list[Group],
+    optimizer_class: type[torch.optim.Optimizer] | str,
+    groups: list[tuple[list[RRef[Tensor]], dict[str, Any] | None]],
     others: list[RRef[LocalOptimizer]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -56,8 +59,8 @@ def make_local_optimizer(
     """Makes an optimizer on this worker; also returns its hyperparameters.
 
     Args:
-        optimizer_class: Class of the optimizer.
-        groups: Its parameters.
+        optimizer_class: Class of the optimizer; its name where nothing is unpickled.
+        groups: Its parameters; each a `Group`.
         others: What else there is of the same distributed optimizer on this worker.
         args: Arguments of the class.
         kwargs: Likewise.
@@ -65,7 +68,11 @@ def make_local_optimizer(
     taken = [
         parameter for other in others for parameter in other.local_value().parameters
     ]
-    local = LocalOptimizer(optimizer_class, groups, taken, args, kwargs)
+    cls: Any = optimizer_class
+    if isinstance(cls, str):
+        cls = find_optimizer(cls)
+    members = [Group(*group) for group in groups]
+    local = LocalOptimizer(cls, members, taken, args, kwargs)
     return RRef(local), local.defaults, local.hyperparameters()
 
 
@@ -76,6 +83,7 @@ class _Pending(NamedTuple):
     held: Held
 
 
+@methods_for_agents("step", "zero_grad", "state_dict", "load_state_dict")
 class LocalOptimizer:
     """A torch optimizer for parameters of this worker; see `make_local_optimizer`.
 

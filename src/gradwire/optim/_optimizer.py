@@ -19,6 +19,7 @@ from gradwire.optim._closures import (
     needs_closure,
 )
 from gradwire.optim._gradients import Source, check_context, find_source
+from gradwire.optim._known import name_optimizer
 from gradwire.optim._local import (
     Changes,
     Group,
@@ -191,7 +192,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _make_local(self, owner: str, groups: list[Group]) -> Future[Any]:
         others = [share.rref for share in self._shares if share.owner == owner]
-        arguments = (self._optimizer_class, groups, others, *self._arguments)
+        made_of = [tuple(group) for group in groups]
+        optimizer_class = name_optimizer(self._optimizer_class)
+        arguments = (optimizer_class, made_of, others, *self._arguments)
         return rpc_async(owner, make_local_optimizer, arguments, None, 0)
 
     # --------------------------------------------------------------------------- steps

@@ -13,6 +13,7 @@ from gradwire._ids import WorkerInfo, check_worker_name
 from gradwire.errors import ConnectError, NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._context import serving_agent
+from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Future
 from gradwire.rpc._membership import Subscription
 from gradwire.rpc._open_group import MAX_SIZE, OpenGroup, claim_rank
@@ -381,6 +382,7 @@ def get_debug_info() -> dict[str, Any]:
     return current_agent().debug_info()
 
 
+@for_agents
 def is_initialized() -> bool:
     """Whether this process is a worker now."""
     return _session is not None

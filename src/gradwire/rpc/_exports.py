@@ -121,7 +121,8 @@ class Exports:
                 f"{worker!r} has not exported to it. With serializer='safe' only exported "
                 f"functions and classes can be called: put @gradwire.rpc.export above its "
                 f"definition, or call gradwire.rpc.export(...), on worker {worker!r}; with "
-                "peers=[...], if that is given, the caller must be among them",
+                "peers=[...], if that is given, the caller must be among them. (What "
+                "gradwire.nn and gradwire.optim need is there once it has imported them)",
                 worker=worker,
             )
         return entry.target
@@ -159,6 +160,17 @@ class Exports:
             f"the class on worker {worker!r}. Attributes cannot be read",
             worker=worker,
         )
+
+    def check_class(self, value: object, caller: str, worker: str) -> None:
+        """Raises if the class of a value is not exported to a worker."""
+        cls = type(value)
+        if not self.is_exported(cls, caller, worker):
+            raise NotExported(
+                f"worker {caller!r} asked for something of a value of class "
+                f"{cls.__module__}.{cls.__qualname__}, which worker {worker!r} has not "
+                "exported to it: put @gradwire.rpc.export above the class there",
+                worker=worker,
+            )
 
     def is_exported(self, cls: type, caller: str, worker: str) -> bool:
         """Whether a class is exported to a worker; the own one need not be named."""

@@ -463,6 +463,11 @@ def _find(rref: tuple[int, ...]) -> Owned:
     return _service_of(current_agent()).find(RefId(*rref))
 
 
+def made_by(rref: RRef[Any]) -> int:
+    """Rank of the worker that had the value made; the owner's if it was its own idea."""
+    return rref._ref.id.created_on
+
+
 def _service_of(agent: Agent) -> RefService:
     for interceptor in agent.interceptors:
         if isinstance(interceptor, RefService):

@@ -38,6 +38,10 @@ class Targets(ABC):
         """What a peer's call through a reference finds: mostly a method."""
 
     @abstractmethod
+    def check_class(self, value: Any, peer: Peer | None) -> None:
+        """Raises if a peer has no business with values of this class."""
+
+    @abstractmethod
     def check_callable(self, function: Any) -> None:
         """Raises if a program cannot mean this as a function."""
 
@@ -60,6 +64,9 @@ class AnyTargets(Targets):
     def method(self, value: Any, name: str, peer: Peer | None) -> Any:
         """See `Targets`."""
         return getattr(value, name)
+
+    def check_class(self, value: Any, peer: Peer | None) -> None:
+        """See `Targets`."""
 
     def check_callable(self, function: Any) -> None:
         """See `Targets`."""
@@ -111,6 +118,10 @@ class ExportedTargets(Targets):
     def method(self, value: Any, name: str, peer: Peer | None) -> Any:
         """See `Targets`."""
         return self._exports.method(value, name, self._caller(peer), self._worker)
+
+    def check_class(self, value: Any, peer: Peer | None) -> None:
+        """See `Targets`."""
+        self._exports.check_class(value, self._caller(peer), self._worker)
 
     def _caller(self, peer: Peer | None) -> str:
         return self._worker if peer is None else peer.info.name

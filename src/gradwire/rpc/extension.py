@@ -8,7 +8,8 @@ from __future__ import annotations
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
 from gradwire.rpc._calls import PendingCall
-from gradwire.rpc._context import serving_agent
+from gradwire.rpc._context import serving_agent, serving_peer
+from gradwire.rpc._exports import for_agents, methods_for_agents
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._interceptors import (
     NOTHING,
@@ -21,7 +22,7 @@ from gradwire.rpc._interceptors import (
 from gradwire.rpc._leftovers import Leftovers
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe, rebuild
-from gradwire.rpc._rref import CUT_OUTSIDE_CONTEXT, set_backward
+from gradwire.rpc._rref import CUT_OUTSIDE_CONTEXT, made_by, set_backward
 
 __all__ = [
     "CUT_OUTSIDE_CONTEXT",
@@ -37,8 +38,12 @@ __all__ = [
     "Scope",
     "current_agent",
     "describe",
+    "for_agents",
+    "made_by",
+    "methods_for_agents",
     "rebuild",
     "register_interceptor",
     "serving_agent",
+    "serving_peer",
     "set_backward",
 ]

@@ -7,6 +7,7 @@ of its own; everything else is a msgpack array that begins with a tag::
     [DICT, key, value, key, value...]    [TENSOR, index in the tensor table]
     [SIZE, sizes...]  [DTYPE, code]      [DEVICE, text]    [COMPLEX, real, imaginary]
     [INT, bytes]      beyond 64 bits     [TEXT, bytes]     not valid Unicode
+    [WORKER, name, rank]                 a `WorkerInfo`
     [PACKED, layer, content]             an object of a layer above, such as an RRef
 
 Types are exact: a subclass would arrive as something else than it is, so it is refused.
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import torch
 
-from gradwire.errors import DecodeError, EncodeError, GradwireError
+from gradwire._ids import WorkerInfo, check_rank, check_worker_name
+from gradwire.errors import DecodeError, EncodeError, GradwireError, InvalidWorkerName
 from gradwire.wire._dtypes import CODE_OF_DTYPE, DTYPES
 
 if TYPE_CHECKING:
@@ -54,11 +56,12 @@ MAX_DEPTH = 100
     INT,
     TEXT,
     PACKED,
-) = range(13)
+    WORKER,
+) = range(14)
 
 _ALLOWED = (
     "None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, "
-    "torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device and RRef"
+    "torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device, RRef and WorkerInfo"
 )
 
 _Tensor = torch.Tensor
@@ -99,6 +102,8 @@ def loads(
     """
     try:
         return _Reader(tensors, unpack).read(_decode(data), 0)
+    except InvalidWorkerName as error:
+        raise DecodeError(f"a value that arrived is no plain data: {error}") from error
     except GradwireError:
         raise
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
@@ -158,6 +163,8 @@ class _Writer:
             return (DEVICE, str(value))
         if kind is complex:
             return (COMPLEX, value.real, value.imag)
+        if kind is WorkerInfo:
+            return (WORKER, *value)
         self._refuse(value)
 
     def _write_int(self, value: int) -> Any:
@@ -241,25 +248,33 @@ class _Reader:
             if self._unpack is None or type(layer) is not str:
                 _fail("an object of another layer has no place in it")
             return self._unpack((layer, content))
-        if tag == SIZE:
-            if any(type(size) is not int or not 0 <= size < 2**63 for size in node[1:]):
-                _fail("a torch.Size must have sizes")
-            return torch.Size(node[1:])
-        if tag == COMPLEX:
-            _, real, imaginary = node
-            if type(real) is not float or type(imaginary) is not float:
-                _fail("a complex must have two floats")
-            return complex(real, imaginary)
-        _, content = node
-        if tag == DTYPE and type(content) is int and content in DTYPES:
-            return DTYPES[content][0]
-        if tag == DEVICE and type(content) is str:
-            return _read_device(content)
-        if tag == INT and type(content) is bytes and len(content) <= _MAX_INT_BYTES:
-            return int.from_bytes(content, "big", signed=True)
-        if tag == TEXT and type(content) is bytes:
-            return content.decode("utf-8", "surrogatepass")
-        _fail(f"tag {tag!r} with {type(content).__name__} means nothing here")
+        return _read_single(tag, node)
+
+
+def _read_single(tag: Any, node: list[Any]) -> Any:
+    """Reads what has a size of its own, and nothing inside."""
+    if tag == WORKER:
+        _, name, rank = node
+        return WorkerInfo(check_worker_name(name), check_rank(rank))
+    if tag == SIZE:
+        if any(type(size) is not int or not 0 <= size < 2**63 for size in node[1:]):
+            _fail("a torch.Size must have sizes")
+        return torch.Size(node[1:])
+    if tag == COMPLEX:
+        _, real, imaginary = node
+        if type(real) is not float or type(imaginary) is not float:
+            _fail("a complex must have two floats")
+        return complex(real, imaginary)
+    _, content = node
+    if tag == DTYPE and type(content) is int and content in DTYPES:
+        return DTYPES[content][0]
+    if tag == DEVICE and type(content) is str:
+        return _read_device(content)
+    if tag == INT and type(content) is bytes and len(content) <= _MAX_INT_BYTES:
+        return int.from_bytes(content, "big", signed=True)
+    if tag == TEXT and type(content) is bytes:
+        return content.decode("utf-8", "surrogatepass")
+    _fail(f"tag {tag!r} with {type(content).__name__} means nothing here")
 
 
 def _write_text(value: str) -> Any:

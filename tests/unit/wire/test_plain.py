@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gradwire._ids import WorkerInfo
 from gradwire.errors import DecodeError, EncodeError
 from gradwire.wire import (
     PICKLE,
@@ -128,6 +129,7 @@ def test_roundtrip_gives_equal_values_of_equal_types(value):
         (torch.device("cpu"), torch.int8),
         [True, 1, 1.0],
         [b"", b"\x00"],
+        [WorkerInfo("w1", 1)],
     ],
     ids=repr,
 )
@@ -319,6 +321,10 @@ MALFORMED = [
     [12, 1],
     [TUPLE, msgspec.msgpack.Ext(1, b"a")],
     [TUPLE, {"a": 1}],
+    [13, "no name", 1],
+    [13, 1, 1],
+    [13, "w1", -1],
+    [13, "w1", "1"],
     msgspec.msgpack.Ext(5, b""),
 ]
 
