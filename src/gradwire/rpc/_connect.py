@@ -39,6 +39,8 @@ _MAX_STRANGERS = 256
 def limits_of(options: RpcBackendOptions) -> Limits:
     """The limits of each connection."""
     return Limits(
+        # A peer that is not trusted could change a tensor after it was checked.
+        shares_memory=options.serializer != "safe",
         max_head_bytes=options.max_head_bytes,
         max_frame_bytes=options.max_frame_bytes,
         shared_memory_min_bytes=options.shared_memory_min_bytes,

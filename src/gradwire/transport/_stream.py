@@ -176,7 +176,9 @@ class StreamConnection(Connection):
 
         self._lent = _segments.LentSegments(limits.shared_memory_keep_bytes)
         self._borrowed = _segments.BorrowedSegments()
-        self._shares_memory = shares_memory and _segments.is_supported()
+        self._shares_memory = (
+            shares_memory and limits.shares_memory and _segments.is_supported()
+        )
         self._bytes_sent = self._bytes_received = 0
         self._frames_sent = self._frames_received = 0
 

@@ -48,8 +48,13 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one connection may make us hold."""
+    """How much one connection may make us hold.
 
+    Attributes:
+        shares_memory: Whether tensors may arrive in memory that the peer can still write.
+    """
+
+    shares_memory: bool = True
     max_head_bytes: int = 1 << 30
     max_frame_bytes: int = 1 << 36
     shared_memory_min_bytes: int = 128 << 10
