@@ -36,6 +36,7 @@ pytestmark = pytest.mark.multiproc
 
 NUM_BARE = 3
 STORE_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+SLURM_VARIABLES = ("SLURM_NTASKS", "SLURM_JOB_NODELIST", "SLURM_PROCID")
 
 
 # ----------------------------------------------------------------------- bare processes
@@ -60,7 +61,7 @@ def bare(_bare):
 def leave_at_once():
     if rpc.is_initialized():
         rpc.shutdown(graceful=False)
-    api.set_environment(dict.fromkeys(STORE_VARIABLES))
+    api.set_environment(dict.fromkeys((*STORE_VARIABLES, *SLURM_VARIABLES)))
 
 
 @pytest.fixture
@@ -152,6 +153,29 @@ def test_workers_meet_by_environment_variables(bare):
             rank,
             join_by_environment,
             {**common, "RANK": str(rank), "WORLD_SIZE": "2"},
+            f"env{rank}",
+        )
+        for rank in range(2)
+    ]
+
+    names = ["env0", "env1"]
+    assert [handle.result() for handle in handles] == [(0, names), (1, names)]
+    leave_all(bare, 2)
+
+
+def test_workers_meet_by_variables_of_slurm(bare):
+    port = find_port()
+    common = {
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+    handles = [
+        bare.start(
+            rank,
+            join_by_environment,
+            {**common, "SLURM_PROCID": str(rank)},
             f"env{rank}",
         )
         for rank in range(2)

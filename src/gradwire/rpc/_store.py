@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from gradwire._environment import find_variable
 from gradwire._ids import MAX_RANK
 from gradwire.errors import ConnectError, ConnectTimeout, GradwireError, UsageError
 from gradwire.rpc._signals import shielded
@@ -137,8 +138,10 @@ def _open(
     query |= {"rank": str(rank), "world_size": str(told_size)}
     full = url._replace(query=urlencode(query)).geturl()
     if url.scheme == "env":
+        # torch looks for its own variables only; but its launcher's store it finds here.
+        is_torch = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
         # ``geturl`` drops the slashes of an empty host, which torch does not mind.
-        full = f"env://?{urlencode(query)}"
+        full = f"{'env://' if is_torch else f'tcp://{place}'}?{urlencode(query)}"
     with _mapped_errors(place, rank):
         limit = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
         store, _, _ = next(rendezvous(full, timeout=limit))
@@ -179,7 +182,8 @@ def _find_optional_number(
             )
         return given
     if text is None and url.scheme == "env":
-        text, source = os.environ.get(variable), f"environment variable {variable}"
+        text = find_variable(variable, os.environ)
+        source = f"environment variable {variable}"
     if text is None:
         return None
     try:
@@ -191,14 +195,15 @@ def _find_optional_number(
 def _find_server(url: SplitResult) -> tuple[str, int]:
     """Host and port of a TCP store."""
     if url.scheme == "env":
-        host = os.environ.get("MASTER_ADDR")
-        port_text = os.environ.get("MASTER_PORT")
+        host = find_variable("MASTER_ADDR", os.environ)
+        port_text = find_variable("MASTER_PORT", os.environ)
         if not host or not port_text:
             missing = "MASTER_ADDR" if not host else "MASTER_PORT"
             raise UsageError(
                 f"init_method 'env://' needs the environment variable {missing}, which "
                 "is not set; set MASTER_ADDR and MASTER_PORT to the address of rank 0, "
-                "start with torchrun, or use tcp://host:port or file:///path"
+                "start with gradwire run, torchrun or srun, or use tcp://host:port or "
+                "file:///path"
             )
         if not port_text.isdecimal() or int(port_text) > 65535:
             raise UsageError(f"MASTER_PORT must be a port, found {port_text!r}")
