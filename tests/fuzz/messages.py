@@ -74,7 +74,7 @@ class Messages(Target):
             message, given.head, buffers, serializer=_NO_LOADS
         )
         if tensors:
-            _check_tensors(tensors, message.body.storages)  # type: ignore[attr-defined]
+            check_tensors(tensors, message.body.storages)  # type: ignore[attr-defined]
         if value is _codec.NO_VALUE:
             return "message"
         return f"value with {min(len(tensors), 3)} tensors"
@@ -98,7 +98,7 @@ def _change_control(head: bytes, choice: random.Random) -> bytes:
     return fixed + control + head[end:]
 
 
-def _check_tensors(tensors: list[torch.Tensor], announced: list[int]) -> None:
+def check_tensors(tensors: list[torch.Tensor], announced: list[int]) -> None:
     """Each lies inside one of the storages that came, and no storage has grown."""
     sizes = {}
     for tensor in tensors:

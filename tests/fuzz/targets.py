@@ -9,9 +9,10 @@ from fuzz.handshakes import Handshakes
 from fuzz.messages import Messages
 from fuzz.records import Records
 from fuzz.running import Target
+from fuzz.safe import Safe
 
 TARGETS: dict[str, type[Target]] = {
-    target.name: target for target in (Frames, Handshakes, Messages, Records)
+    target.name: target for target in (Frames, Handshakes, Messages, Records, Safe)
 }
 
 

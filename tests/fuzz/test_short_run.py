@@ -91,7 +91,7 @@ def test_fuzzer_notices(problem):
 def test_inputs_are_sound_before_they_are_damaged():
     for outgoing in make_messages():
         decode(outgoing)
-    for name in ("frames", "messages", "records"):
+    for name in ("frames", "messages", "records", "safe"):
         target = TARGETS[name]()
         for whole in target.sound_inputs():
             target.feed(whole)
