@@ -18,6 +18,8 @@ What arrives may come from a hostile peer. Invariants:
 1. Only the types above are ever made, and no code runs but theirs and that of
    ``unpack``, which belongs to a layer of ours.
 2. The depth of a tree is bounded, on both sides.
+3. So is the number of keys of dictionaries and members of sets whose hashes a peer could
+   choose to be equal: thousands of them would keep the interpreter busy for minutes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from gradwire.errors import DecodeError, EncodeError, GradwireError, InvalidWork
 from gradwire.wire._dtypes import CODE_OF_DTYPE, DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from gradwire.wire._pickle import Packer
     from gradwire.wire._tensors import TensorTable
@@ -76,6 +78,10 @@ _SEQUENCES: dict[Any, int] = {
     torch.Size: SIZE,
 }
 _LEAST, _MOST = -(2**63), 2**64 - 1
+MAX_ODD_KEYS = 1000
+"""How many keys and members of a value may be neither texts, bytes nor small numbers."""
+# Hashes of texts and bytes are keyed, those of floats and 64-bit ints seldom collide.
+_COMMON_KEYS = frozenset((str, bytes, float, bool, type(None)))
 # Longer than any number that a program means, and short enough to be read at once.
 _MAX_INT_BYTES = 4096
 
@@ -115,7 +121,7 @@ def loads(
 class _Writer:
     """Makes a tree of one value."""
 
-    __slots__ = ("_packed_types", "_packer", "_table", "_whole")
+    __slots__ = ("_keys", "_packed_types", "_packer", "_table", "_whole")
 
     def __init__(
         self, whole: object, table: TensorTable, packer: Packer | None
@@ -124,6 +130,7 @@ class _Writer:
         self._table = table
         self._packer = packer
         self._packed_types = () if packer is None else packer.types
+        self._keys = _Keys()
 
     def write(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -144,14 +151,25 @@ class _Writer:
         depth += 1
         if kind is dict:
             tree: list[Any] = [DICT]
+            self._count_keys(value)
             for key, item in value.items():
                 tree.append(write(key, depth))
                 tree.append(write(item, depth))
             return tree
         tag = _SEQUENCES.get(kind)
         if tag is not None:
+            if tag in (SET, FROZENSET):
+                self._count_keys(value)
             return [tag, *[write(item, depth) for item in value]]
         return self._write_other(value, kind)
+
+    def _count_keys(self, keys: Iterable[object]) -> None:
+        if self._keys.are_too_many(keys):
+            raise EncodeError(
+                f"cannot send a value of type {_type_name(self._whole)}: more than "
+                f"{MAX_ODD_KEYS} keys of its dictionaries and members of its sets are "
+                "tuples or the like; send lists of pairs instead"
+            )
 
     def _write_other(self, value: Any, kind: type) -> Any:
         if kind in self._packed_types and self._packer is not None:
@@ -199,13 +217,14 @@ class _Writer:
 class _Reader:
     """Makes a value of one tree."""
 
-    __slots__ = ("_tensors", "_unpack")
+    __slots__ = ("_keys", "_tensors", "_unpack")
 
     def __init__(
         self, tensors: list[torch.Tensor], unpack: Callable[[Any], Any] | None
     ) -> None:
         self._tensors = tensors
         self._unpack = unpack
+        self._keys = _Keys()
 
     def read(self, node: Any, depth: int) -> Any:
         kind = type(node)
@@ -232,17 +251,25 @@ class _Reader:
         if tag == DICT:
             if not len(node) & 1:
                 _fail("a dict with a key that has no value")
-            return {
-                read(node[i], depth): read(node[i + 1], depth)
-                for i in range(1, len(node), 2)
-            }
+            keys = [read(key, depth) for key in node[1::2]]
+            self._count_keys(keys)
+            return dict(
+                zip(keys, [read(item, depth) for item in node[2::2]], strict=True)
+            )
         return self._read_other(tag, node, depth)
 
+    def _count_keys(self, keys: list[Any]) -> None:
+        if self._keys.are_too_many(keys):
+            _fail(
+                f"more than {MAX_ODD_KEYS} keys and members are tuples or the like, whose "
+                "hashes could all be equal"
+            )
+
     def _read_other(self, tag: Any, node: list[Any], depth: int) -> Any:
-        if tag == SET:
-            return {self.read(item, depth) for item in node[1:]}
-        if tag == FROZENSET:
-            return frozenset([self.read(item, depth) for item in node[1:]])
+        if tag in (SET, FROZENSET):
+            members = [self.read(item, depth) for item in node[1:]]
+            self._count_keys(members)
+            return set(members) if tag == SET else frozenset(members)
         if tag == PACKED:
             _, layer, content = node
             if self._unpack is None or type(layer) is not str:
@@ -275,6 +302,23 @@ def _read_single(tag: Any, node: list[Any]) -> Any:
     if tag == TEXT and type(content) is bytes:
         return content.decode("utf-8", "surrogatepass")
     _fail(f"tag {tag!r} with {type(content).__name__} means nothing here")
+
+
+class _Keys:
+    """Counts keys of one value whose hashes whoever sends them can choose."""
+
+    __slots__ = ("_num_odd",)
+
+    def __init__(self) -> None:
+        self._num_odd = 0
+
+    def are_too_many(self, keys: Iterable[Any]) -> bool:
+        for key in keys:
+            kind = type(key)
+            if kind in _COMMON_KEYS or (kind is int and _LEAST <= key <= _MOST):
+                continue
+            self._num_odd += 1
+        return self._num_odd > MAX_ODD_KEYS
 
 
 def _write_text(value: str) -> Any:

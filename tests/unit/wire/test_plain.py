@@ -25,7 +25,19 @@ from gradwire.wire import (
     decode_value,
     encode,
 )
-from gradwire.wire._plain import MAX_DEPTH, TENSOR, TUPLE, loads
+from gradwire.wire._plain import (
+    COMPLEX,
+    DICT,
+    FROZENSET,
+    INT,
+    LIST,
+    MAX_DEPTH,
+    MAX_ODD_KEYS,
+    SET,
+    TENSOR,
+    TUPLE,
+    loads,
+)
 from loopback import receive
 
 SAFE = SafeSerializer()
@@ -275,6 +287,44 @@ def test_depth_is_bounded_when_sending_and_when_reading():
         encode(Reply(1), [value], serializer=SAFE)
     with pytest.raises(DecodeError, match=f"more than {MAX_DEPTH} containers"):
         loads(msgspec.msgpack.encode([0, tree]), [])
+
+
+def colliding(kind: str, k: int) -> Any:
+    """Trees of keys that all have the same hash."""
+    if kind == "complex":
+        return [COMPLEX, -k * 1000003.0, float(k)]
+    return [INT, (k * (2**61 - 1)).to_bytes(12, "big")]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["complex", "int"])
+@pytest.mark.parametrize("tag", [DICT, SET, FROZENSET])
+def test_keys_that_all_have_the_same_hash_are_refused(kind, tag):
+    step = 1 + (tag == DICT)
+    trees = [item for k in range(60_000) for item in [colliding(kind, k), None][:step]]
+
+    with pytest.raises(DecodeError, match="more than 1000 keys and members"):
+        loads(msgspec.msgpack.encode([tag, *trees]), [])
+
+
+def test_keys_of_several_containers_are_counted_together():
+    sets = [[SET, *[colliding("int", k) for k in range(600)]] for _ in range(2)]
+
+    with pytest.raises(DecodeError, match="more than 1000 keys and members"):
+        loads(msgspec.msgpack.encode([LIST, *sets]), [])
+
+
+def test_sender_says_that_there_are_too_many_odd_keys():
+    with pytest.raises(EncodeError, match="lists of pairs"):
+        roundtrip({(k, k): None for k in range(MAX_ODD_KEYS + 1)})
+
+
+@pytest.mark.parametrize("kind", [int, str, float, lambda k: str(k).encode()])
+def test_many_common_keys_are_fine(kind):
+    value = {kind(k): k for k in range(5000)}
+
+    assert roundtrip(value) == value
+    assert roundtrip([{*value}]) == [{*value}]
 
 
 def test_a_list_inside_itself_is_refused():
