@@ -332,10 +332,8 @@ def _write_text(value: str) -> Any:
 def _read_device(text: str) -> torch.device:
     try:
         return torch.device(text)
-    except RuntimeError as error:
-        raise DecodeError(
-            f"{text[:40]!r} is no device of this torch: {error}"
-        ) from error
+    except RuntimeError:  # its text quotes the device as it is, line breaks and all
+        raise DecodeError(f"{text[:40]!r} is no device of this torch") from None
 
 
 def _find(value: object, culprit: object, depth: int) -> str | None:

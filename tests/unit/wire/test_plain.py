@@ -27,6 +27,7 @@ from gradwire.wire import (
 )
 from gradwire.wire._plain import (
     COMPLEX,
+    DEVICE,
     DICT,
     FROZENSET,
     INT,
@@ -389,6 +390,16 @@ def test_malformed_trees_are_refused(tree):
 def test_bytes_that_are_no_msgpack_are_refused(data):
     with pytest.raises(DecodeError):
         loads(data, [])
+
+
+def test_error_about_a_device_fits_on_one_line_of_a_log():
+    data = msgspec.msgpack.encode([DEVICE, "two\nlines" * 1000])
+
+    with pytest.raises(DecodeError, match="no device of this torch") as caught:
+        loads(data, [])
+
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 200
 
 
 def test_deep_bytes_do_not_exhaust_the_stack():
