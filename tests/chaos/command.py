@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long")
     parser.add_argument("--seed", type=int, help="decides all faults; printed if drawn")
     parser.add_argument("--workers", type=int, default=3, help="that may be killed")
-    parser.add_argument("--owners", type=int, default=1, help="that hold parameters")
+    parser.add_argument("--owners", type=int, default=2, help="that hold parameters")
     parser.add_argument(
         "--hosts", action="store_true", help="each worker in a network namespace"
     )

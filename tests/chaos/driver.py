@@ -90,7 +90,7 @@ class Run:
         seed: int,
         *,
         num_stages: int = 3,
-        num_owners: int = 1,
+        num_owners: int = 2,
         hosts: Hosts | None = None,
         show: Callable[[str], None] | None = None,
     ) -> None:

@@ -17,11 +17,14 @@ RUN_S = 5.0
 SEEDS = (11,)
 HOST_SEEDS = (21,)
 NUM_STAGES = 3
+NUM_OWNERS = 2
 
 
 def play(seed: int, hosts: Hosts | None = None) -> Run:
     ensure_fork_server()
-    with Run(seed, num_stages=NUM_STAGES, hosts=hosts, show=print) as run:
+    with Run(
+        seed, num_stages=NUM_STAGES, num_owners=NUM_OWNERS, hosts=hosts, show=print
+    ) as run:
         end = time.monotonic() + RUN_S
         while time.monotonic() < end:
             run.play(num_steps=20, num_faults=5)
@@ -40,7 +43,7 @@ def test_training_survives_faults_of_workers(seed):
 @pytest.mark.parametrize("seed", HOST_SEEDS)
 def test_training_survives_faults_of_hosts_and_networks(seed):
     try:
-        hosts = Hosts(Run.num_workers(NUM_STAGES, 1))
+        hosts = Hosts(Run.num_workers(NUM_STAGES, NUM_OWNERS))
     except NotPermitted as error:
         pytest.skip(str(error))
     try:

@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 import functions
-import probes
 from gradwire import autograd, optim, rpc
-from gradwire.errors import GradwireError, TransportError
+from gradwire.errors import GradwireError
 
 TRAINER, WITNESS = "trainer", "witness"
 SIZE = 96  # such a matrix goes through shared memory
@@ -40,6 +39,8 @@ MOMENTUM = 0.9
 BACK_S = 20.0
 """How long the trainer waits for workers that are being restarted."""
 
+ATTEMPTS = 20
+BACKOFF_S = 0.005
 PAUSE_S = 0.005
 
 
@@ -217,55 +218,42 @@ class Trainer:
 
     def _step(self, step: int, report: Report) -> float:
         number = 0
-        while True:
+
+        def attempt(ctx: autograd.Context) -> float:
+            nonlocal number
             self.progress.write(step, number)
-            draw = random.Random(f"{self.seed}/{step}/{number}")
-            stages = [draw.choice(self.stages) for _ in range(2 + NUM_LAYERS - 1)]
-            start = time.monotonic()
+            stages = self._draw_stages(step, number)
+            start, text = time.monotonic(), ""
             try:
-                loss = self.attempt(step, stages)
-            except GradwireError as error:
-                end = time.monotonic()
+                return self.attempt(ctx, step, stages)
+            except Exception as error:
                 text = f"{type(error).__name__}: {error}"
+                raise
+            finally:
+                end = time.monotonic()
                 report.attempts.append(
                     Attempt(step, number, start, end, tuple(stages), text)
                 )
-                if not isinstance(error, TransportError):
-                    report.unexpected.append(f"step {step}.{number}: {text}")
                 number += 1
-                self._wait_for_stages(step, number)
-            else:
-                end = time.monotonic()
-                report.attempts.append(Attempt(step, number, start, end, tuple(stages)))
-                return loss
 
-    def attempt(self, step: int, stages: list[str]) -> float:
+        return autograd.retry(attempt, ATTEMPTS, BACKOFF_S, timeout=BACK_S)
+
+    def _draw_stages(self, step: int, number: int) -> list[str]:
+        draw = random.Random(f"{self.seed}/{step}/{number}")
+        return [draw.choice(self.stages) for _ in range(2 + NUM_LAYERS - 1)]
+
+    def attempt(self, ctx: autograd.Context, step: int, stages: list[str]) -> float:
         x, target = make_batch(self.seed, step)
-        with autograd.context() as ctx:
-            futures = [
-                rpc.rpc_async(stage, run_layer, (self.layers[0], half))
-                for stage, half in zip(stages, x.chunk(2), strict=False)
-            ]
-            y = torch.cat([future.wait() for future in futures])
-            y = rpc.rpc_sync(stages[2], run_layers, (stages[3:], self.layers[1:], y))
-            loss = compute_loss(y, target)
-            ctx.backward(loss)
-            self.optimizer.step(ctx)
+        futures = [
+            rpc.rpc_async(stage, run_layer, (self.layers[0], half))
+            for stage, half in zip(stages, x.chunk(2), strict=False)
+        ]
+        y = torch.cat([future.wait() for future in futures])
+        y = rpc.rpc_sync(stages[2], run_layers, (stages[3:], self.layers[1:], y))
+        loss = compute_loss(y, target)
+        ctx.backward(loss)
+        self.optimizer.step(ctx)
         return loss.item()
-
-    def _wait_for_stages(self, step: int, number: int) -> None:
-        """Until all that may be chosen answer, so that a lost one is not asked at once."""
-        limit = time.monotonic() + BACK_S
-        for stage in self.stages:
-            while True:
-                self.progress.write(step, number)
-                try:
-                    rpc.rpc_sync(stage, functions.echo, (step,))
-                    break
-                except TransportError:
-                    if time.monotonic() > limit:
-                        raise
-                probes.pass_time(PAUSE_S)
 
 
 @contextlib.contextmanager
@@ -330,7 +318,8 @@ def try_step(step: int, stages: list[str]) -> tuple[float | None, Report]:
     start, text = time.monotonic(), ""
     with _witness(_trainer.seed + step, report):
         try:
-            loss = _trainer.attempt(step, stages)
+            with autograd.context() as ctx:
+                loss = _trainer.attempt(ctx, step, stages)
         except GradwireError as error:
             text = f"{type(error).__name__}: {error}"
         end = time.monotonic()
