@@ -44,12 +44,10 @@ def num_contexts() -> int:
 
 
 def wait_until_none_is_left(cluster: Cluster, *ranks: int) -> None:
-    for rank in ranks:
-        probes.wait_until(
-            lambda rank=rank: cluster.run(rank, num_contexts) == 0,
-            f"w{rank} has no context",
-            5.0,
-        )
+    def are_none() -> bool:
+        return not any(cluster.run(rank, num_contexts) for rank in ranks)
+
+    probes.wait_until(are_none, f"none of {ranks} has a context", 5.0)
 
 
 def test_end_of_a_context_passes_through_a_worker_that_broke_it(make_cluster):
