@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gradwire._config import RpcBackendOptions
+from gradwire._environment import find_variable
 from gradwire.errors import ConnectError
 from gradwire.rpc._records import WorkerRecord
 
@@ -49,7 +50,9 @@ def identify_host() -> HostIdentity:
 def rendezvous_host(options: RpcBackendOptions) -> str | None:
     """The host that serves the rendezvous store, None if it is no network service."""
     url = urlsplit(options.init_method)
-    return os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
+    if url.scheme == "env":
+        return find_variable("MASTER_ADDR", os.environ)
+    return url.hostname
 
 
 def find_address(options: RpcBackendOptions, rendezvous_host: str | None) -> str:

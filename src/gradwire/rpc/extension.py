@@ -11,6 +11,7 @@ from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent, serving_peer
 from gradwire.rpc._exports import for_agents, methods_for_agents
 from gradwire.rpc._future import Outcome
+from gradwire.rpc._host import find_address, rendezvous_host
 from gradwire.rpc._interceptors import (
     NOTHING,
     Addition,
@@ -38,11 +39,13 @@ __all__ = [
     "Scope",
     "current_agent",
     "describe",
+    "find_address",
     "for_agents",
     "made_by",
     "methods_for_agents",
     "rebuild",
     "register_interceptor",
+    "rendezvous_host",
     "serving_agent",
     "serving_peer",
     "set_backward",
