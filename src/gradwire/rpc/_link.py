@@ -87,6 +87,14 @@ class Link:
         """Begins to read."""
         with self._lock:
             self._arm(read=True)
+        if not self.connection.is_drained:
+            # What came with the end of the handshake is read already: the poller will
+            # not tell of it.
+            self._pool.submit(self._read_what_came)
+
+    def _read_what_came(self) -> None:
+        if self._open:
+            self._on_event(readable=True, writable=False)
 
     def _arm(self, *, read: bool | None = None, write: bool | None = None) -> None:
         """Tells the poller what to report. The caller holds the lock."""

@@ -149,7 +149,7 @@ class StreamConnection(Connection):
     ) -> None:
         sock.setblocking(False)
         self.scheme = scheme
-        self.is_drained = True
+        self.is_drained = not leftover
         self.end: str | None = None
         self._sock = sock
         self._fileno = sock.fileno()

@@ -137,7 +137,8 @@ class Connection(ABC):
         """
 
     is_drained: bool
-    """After `receive`: nothing more can be read until the descriptor is readable again."""
+    """Nothing more can be read until the descriptor is readable again; after `receive`, and
+    at the beginning, when frames may have come with the last of the handshake."""
     end: str | None
     """Why nothing will ever come again, or None."""
 
