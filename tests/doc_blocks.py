@@ -23,10 +23,12 @@ import importlib
 import importlib.util
 import inspect
 import io
+import multiprocessing
 import os
 import re
 import runpy
 import sys
+import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,9 +192,16 @@ MODULES = (
     "gradwire.optim",
     "gradwire.nn",
     "gradwire.errors",
+    "gradwire.launch",
     "gradwire.torch_compat",
 )
-_SHARED = ("gradwire.rpc", "gradwire.autograd", "gradwire.optim", "gradwire.errors")
+_SHARED = (
+    "gradwire.rpc",
+    "gradwire.autograd",
+    "gradwire.optim",
+    "gradwire.errors",
+    "gradwire.launch",
+)
 
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -235,7 +244,8 @@ def names_for_examples(module: str) -> dict[str, Any]:
     """What examples use without importing it: torch, and what gradwire exports."""
     import torch
 
-    names: dict[str, Any] = {"torch": torch, "nn": torch.nn, "os": os}
+    names: dict[str, Any] = {"torch": torch, "nn": torch.nn}
+    names |= {"asyncio": asyncio, "os": os, "time": time}
     for shared in (*_SHARED, module):
         exporting = importlib.import_module(shared)
         for name in exporting.__all__:
@@ -256,3 +266,29 @@ def run_examples(documented: Documented) -> str:
     runner = doctest.DocTestRunner(optionflags=_FLAGS)
     runner.run(test, out=report.append)
     return "".join(report)
+
+
+def run_examples_alone(documented: Documented, folder: Path, limit_s: float) -> str:
+    """Like `run_examples`, in a process that is no worker and may become one."""
+    context = multiprocessing.get_context("forkserver")
+    report = folder / "report"
+    arguments = (documented, str(folder / "store"), str(report))
+    process = context.Process(target=_write_report, args=arguments)
+    process.start()
+    try:
+        process.join(limit_s)
+        code = process.exitcode
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+    return report.read_text() if report.exists() else f"exit code {code}"
+
+
+def _write_report(documented: Documented, store: str, report: str) -> None:
+    from gradwire import _config
+
+    # Examples say nothing of where to meet: torchrun would, and here a file does.
+    defaults: Any = _config.RpcBackendOptions.__init__.__kwdefaults__
+    defaults["init_method"] = f"file://{store}"
+    Path(report).write_text(run_examples(documented))

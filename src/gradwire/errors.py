@@ -23,6 +23,13 @@ state (NotRepeatable).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 
 Every error keeps its facts as attributes and survives pickling.
+
+Example:
+    >>> try:
+    ...     rpc_sync("worker1", time.sleep, args=(0.5,), timeout=0.05)
+    ... except DeadlineExceeded as error:
+    ...     print(type(error).__name__, error.about)
+    CallTimeout worker1
 """
 
 from __future__ import annotations
@@ -77,6 +84,13 @@ class GradwireError(Exception):
     Attributes:
         worker: Likewise; but if the error has come from another worker, the name of that.
         about: Name of the worker that the error is about, wherever it was raised.
+
+    Example:
+        >>> try:
+        ...     rpc_sync("worker7", max, args=(1, 2))
+        ... except GradwireError as error:
+        ...     print(type(error).__name__)
+        UnknownWorker
     """
 
     about: str | None = None
@@ -87,71 +101,182 @@ class GradwireError(Exception):
 
 
 class UsageError(GradwireError, RuntimeError):
-    """The program asked for something that makes no sense here and now."""
+    """The program asked for something that makes no sense here and now.
+
+    Example:
+        >>> Future().value()
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.UsageError: value() was called on a future that is not done; use wait()
+    """
 
 
 class NotInitialized(UsageError):
-    """A call was made before ``init_rpc`` or after ``shutdown``."""
+    """A call was made before ``init_rpc`` or after ``shutdown``.
+
+    Example:
+        >>> init_rpc("worker0", rank=0, world_size=1)
+        >>> shutdown()
+        >>> rpc_sync("worker0", max, args=(1, 2))
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.NotInitialized: RPC has not been initialized. Call init_rpc() first; ...
+    """
 
 
 class UnknownWorker(UsageError):
-    """The destination is not a member of this group."""
+    """The destination is not a member of this group.
+
+    Example:
+        >>> rpc_sync("worker7", max, args=(1, 2))
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.UnknownWorker: ...worker7...
+    """
 
 
 class InvalidWorkerName(UsageError, ValueError):
-    """A worker name is empty, too long, or has characters that names may not have."""
+    """A worker name is empty, too long, or has characters that names may not have.
+
+    Example:
+        >>> wait_for_worker("worker 1")
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.InvalidWorkerName: ...found 'worker 1'
+    """
 
 
 class NoActiveContext(UsageError):
-    """Something that needs an autograd context was asked for outside of any."""
+    """Something that needs an autograd context was asked for outside of any.
+
+    Example:
+        >>> issubclass(NoActiveContext, UsageError)
+        True
+    """
 
 
 class UnknownContext(UsageError):
-    """No autograd context with this id is known to this worker."""
+    """No autograd context with this id is known to this worker.
+
+    Example:
+        >>> get_gradients(10**15)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.UnknownContext: ...
+    """
 
 
 class ContextReleased(UnknownContext):
-    """The autograd context was left; its graphs and gradients are gone."""
+    """The autograd context was left; its graphs and gradients are gone.
+
+    Example:
+        >>> with context() as ctx:
+        ...     pass
+        >>> ctx.gradients()
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.ContextReleased: ...
+    """
 
 
 class NotExported(UsageError):
-    """With ``serializer="safe"``: what was asked for is not exported to the caller."""
+    """With ``serializer="safe"``: what was asked for is not exported to the caller.
+
+    Example:
+        >>> issubclass(NotExported, UsageError)
+        True
+    """
 
 
 class TransportError(GradwireError):
-    """Bytes could not be moved between two workers."""
+    """Bytes could not be moved between two workers.
+
+    Example:
+        >>> issubclass(PeerLostError, TransportError)
+        True
+    """
 
 
 class ConnectError(TransportError):
-    """No connection to a worker could be opened."""
+    """No connection to a worker could be opened.
+
+    Example:
+        >>> options = RpcBackendOptions(transports=("tcp",))  # and no secret
+        >>> init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.ConnectError: ...
+    """
 
 
 class ClosedError(TransportError):
-    """The connection or the agent was closed by this side."""
+    """The connection or the agent was closed by this side.
+
+    Example:
+        >>> issubclass(ClosedError, TransportError)
+        True
+    """
 
 
 class PeerLostError(TransportError):
-    """The other worker died, stopped answering, or left while it was needed."""
+    """The other worker died, stopped answering, or left while it was needed.
+
+    Example:
+        >>> try:
+        ...     rpc_sync("worker1", os._exit, args=(1,))
+        ... except PeerLostError as error:
+        ...     print(f"{error.about} is gone")
+        worker1 is gone
+    """
 
 
 class OwnerLost(PeerLostError):
-    """The worker that owns a referenced value is gone, and the value with it."""
+    """The worker that owns a referenced value is gone, and the value with it.
+
+    Example:
+        >>> table = remote("worker1", dict)
+        >>> gone = rpc_async("worker1", os._exit, args=(1,))
+        >>> table.to_here()
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.OwnerLost: ...worker1...
+    """
 
 
 class ProtocolError(GradwireError):
-    """One side broke the rules of the wire protocol."""
+    """One side broke the rules of the wire protocol.
+
+    Example:
+        >>> issubclass(HandshakeRefused, ProtocolError)
+        True
+    """
 
 
 class LocalProtocolError(ProtocolError):
-    """This side was about to send something that the protocol does not allow."""
+    """This side was about to send something that the protocol does not allow.
+
+    Example:
+        >>> issubclass(LocalProtocolError, ProtocolError)
+        True
+    """
 
 
 class RemoteProtocolError(ProtocolError):
-    """The other side sent something that the protocol does not allow."""
+    """The other side sent something that the protocol does not allow.
+
+    Example:
+        >>> issubclass(RemoteProtocolError, ProtocolError)
+        True
+    """
 
 
 class VersionMismatch(ProtocolError):
-    """The two sides speak different versions of the protocol."""
+    """The two sides speak different versions of the protocol.
+
+    Example:
+        >>> issubclass(VersionMismatch, ProtocolError)
+        True
+    """
 
 
 class HandshakeRefused(ProtocolError):
@@ -159,6 +284,10 @@ class HandshakeRefused(ProtocolError):
 
     Attributes:
         code: One word for the kind of refusal, for example ``secret`` or ``taken``.
+
+    Example:
+        >>> HandshakeRefused("the secrets differ", worker="worker1", code="secret").code
+        'secret'
     """
 
     def __init__(
@@ -169,66 +298,166 @@ class HandshakeRefused(ProtocolError):
 
 
 class SerializationError(GradwireError):
-    """A value could not be turned into bytes, or bytes into a value."""
+    """A value could not be turned into bytes, or bytes into a value.
+
+    Example:
+        >>> try:
+        ...     rpc_sync("worker1", lambda: 1)
+        ... except SerializationError as error:
+        ...     print(type(error).__name__)
+        EncodeError
+    """
 
 
 class EncodeError(SerializationError):
-    """A value cannot be sent; raised on the worker that tried to send it."""
+    """A value cannot be sent; raised on the worker that tried to send it.
+
+    Example:
+        >>> rpc_sync("worker1", lambda: 1)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.EncodeError: ...
+    """
 
 
 class DecodeError(SerializationError):
-    """A value that arrived cannot be rebuilt, for example a function that is not there."""
+    """A value that arrived cannot be rebuilt, for example a function that is not there.
+
+    Example:
+        >>> issubclass(DecodeError, SerializationError)
+        True
+    """
 
 
 class DeadlineExceeded(GradwireError, TimeoutError):
-    """A wait reached its limit; the message says for whom it waited."""
+    """A wait reached its limit; the message says for whom it waited.
+
+    Example:
+        >>> Future().wait(timeout=0.01)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.DeadlineExceeded: the future had no value after 0.01 s
+    """
 
 
 class ConnectTimeout(DeadlineExceeded):
-    """Workers did not appear, or did not answer, in time."""
+    """Workers did not appear, or did not answer, in time.
+
+    Example:
+        >>> wait_for_worker("worker7", timeout=0.01)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.ConnectTimeout: ...worker7...
+    """
 
 
 class CallTimeout(DeadlineExceeded):
-    """A call did not return before its deadline."""
+    """A call did not return before its deadline.
+
+    Example:
+        >>> rpc_sync("worker1", time.sleep, args=(0.5,), timeout=0.05)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.CallTimeout: ...worker1...
+    """
 
 
 class ShutdownTimeout(DeadlineExceeded):
-    """A graceful shutdown reached its limit before all workers were done."""
+    """A graceful shutdown reached its limit before all workers were done.
+
+    Example:
+        >>> issubclass(ShutdownTimeout, TimeoutError)
+        True
+    """
 
 
 class BackwardTimeout(DeadlineExceeded):
-    """A backward pass did not end before the limit that it was given."""
+    """A backward pass did not end before the limit that it was given.
+
+    Example:
+        >>> issubclass(BackwardTimeout, TimeoutError)
+        True
+    """
 
 
 class LaunchError(GradwireError, RuntimeError):
-    """A worker that was started here has died, or could not be started."""
+    """A worker that was started here has died, or could not be started.
+
+    Example:
+        >>> spawn(os._exit, roles=1, args=(3,))
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.LaunchError: ...
+    """
 
 
 class LaunchTimeout(DeadlineExceeded):
-    """Workers that were started here were not done in time; they were ended."""
+    """Workers that were started here were not done in time; they were ended.
+
+    Example:
+        >>> spawn(time.sleep, roles=1, args=(60,), timeout=0.1)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.LaunchTimeout: ...
+    """
 
 
 class AutogradError(GradwireError, RuntimeError):
-    """A backward pass cannot give the gradients that one process would."""
+    """A backward pass cannot give the gradients that one process would.
+
+    Example:
+        >>> issubclass(GraphConsumed, AutogradError)
+        True
+    """
 
 
 class BackwardFailed(AutogradError):
     """A pass was ended for a reason that lies in no backward function.
 
     An error in a backward function of some worker keeps its own type instead.
+
+    Example:
+        >>> issubclass(BackwardFailed, AutogradError)
+        True
     """
 
 
 class GraphConsumed(AutogradError):
-    """The graph was used by an earlier pass that did not retain it."""
+    """The graph was used by an earlier pass that did not retain it.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with context() as ctx:
+        ...     loss = rpc_sync("worker1", torch.mul, args=(x, 2)).sum()
+        ...     ctx.backward(loss)
+        ...     ctx.backward(loss)
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.GraphConsumed: ...
+    """
 
 
 class ForeignGraph(AutogradError):
-    """A pass reached a tensor that belongs to another call or to another context."""
+    """A pass reached a tensor that belongs to another call or to another context.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> loss = rpc_sync("worker1", torch.mul, args=(x, 2)).sum()
+        >>> with context() as ctx:
+        ...     ctx.backward(loss)  # the call was made outside of the context
+        Traceback (most recent call last):
+            ...
+        gradwire.errors.ForeignGraph: ...
+    """
 
 
 class NotRepeatable(GradwireError):
-    """A step cannot be run again, because something of it has been applied for good."""
+    """A step cannot be run again, because something of it has been applied for good.
+
+    Example:
+        >>> issubclass(NotRepeatable, GradwireError)
+        True
+    """
 
 
 class LimitExceeded(GradwireError):
@@ -238,6 +467,10 @@ class LimitExceeded(GradwireError):
         limit: Name of the option that sets the limit.
         value: Its value.
         peer: The worker that asked.
+
+    Example:
+        >>> issubclass(LimitExceeded, GradwireError)
+        True
     """
 
     limit: str = ""
@@ -268,6 +501,18 @@ class RemoteError(GradwireError):
         worker: Name of the worker on which the exception was raised.
         remote_type: Qualified name of the original class.
         remote_traceback: Formatted traceback of the original exception.
+
+    Example:
+        >>> try:
+        ...     rpc_sync("worker1", divmod, args=(1, 0))
+        ... except RemoteError as error:
+        ...     print(error.worker, error.remote_type)
+        worker1 builtins.ZeroDivisionError
+        >>> try:
+        ...     rpc_sync("worker1", divmod, args=(1, 0))
+        ... except ZeroDivisionError as error:  # it is also what it was over there
+        ...     print(error.args[0])
+        integer division or modulo by zero
     """
 
     worker: str | None = None

@@ -4,10 +4,11 @@ No context is needed: a call that is recorded is part of the graph, and ``backwa
 through it. A `context` joins many calls, and keeps gradients apart from ``.grad``.
 
 Example:
-    ::
-
-        y = rpc_sync("worker1", forward, args=(x,))
-        y.sum().backward()          # fills .grad here and on worker1
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = rpc_sync("worker1", torch.mul, args=(x, 3))
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([3., 3.])
 """
 
 from __future__ import annotations

@@ -35,6 +35,11 @@ class Context(int):
     """An autograd context: its id, which is an int as in torch, and what to do with it.
 
     `context` makes them. Sent to another worker it arrives as the same context.
+
+    Example:
+        >>> with context() as ctx:
+        ...     isinstance(ctx, int)
+        True
     """
 
     def backward(
@@ -81,10 +86,12 @@ class context:
             context, see `get_gradients`; ``"grad"``: ``.grad`` of the leaves.
 
     Example:
+        >>> x = torch.ones(2, requires_grad=True)
         >>> with context() as ctx:
-        ...     loss = rpc_sync("worker1", forward, args=(x,)).sum()
+        ...     loss = rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
         ...     ctx.backward(loss)
-        ...     gradients = ctx.gradients()
+        ...     ctx.gradients()[x], x.grad
+        (tensor([3., 3.]), None)
     """
 
     def __init__(self, *, accumulate: Literal["dict", "grad"] = "dict") -> None:
@@ -151,6 +158,14 @@ def backward(
         BackwardTimeout: The limit came first.
         Exception: What a backward function raised, on whichever worker, with that
             worker's name and traceback.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with context() as ctx:
+        ...     loss = rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
+        ...     backward(ctx, [loss])
+        ...     get_gradients(ctx)[x]
+        tensor([3., 3.])
     """
     exchange = current_exchange()
     side = exchange.registry.get(int(context_id))
@@ -198,6 +213,13 @@ def grad(
             gradient is None. By default as ``materialize_grads``.
         materialize_grads: Zeros instead of None.
         timeout: See `backward`.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with context() as ctx:
+        ...     loss = rpc_sync("worker1", torch.mul, args=(x, 3)).sum()
+        ...     grad(ctx, loss, x)
+        (tensor([3., 3.]),)
     """
     exchange = current_exchange()
     side = exchange.registry.get(int(context_id))
@@ -242,6 +264,13 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
     Returns:
         Gradients by leaf; the keys are the very tensors that the forward used.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with context() as ctx:
+        ...     ctx.backward(rpc_sync("worker1", torch.mul, args=(x, 3)).sum())
+        ...     get_gradients(ctx)[x]
+        tensor([3., 3.])
     """
     side = current_exchange().registry.get(int(context_id))
     with side.lock:
@@ -254,12 +283,22 @@ def get_debug_info() -> dict[str, Any]:
     ``contexts``, ``sends``, ``recvs``, ``passes``; and, as
     ``released_contexts_kept_alive``, contexts that are over but whose graph is still
     held by a tensor that the program keeps.
+
+    Example:
+        >>> with context() as ctx:
+        ...     get_debug_info()["contexts"]
+        1
     """
     return current_exchange().counts()
 
 
 def is_available() -> bool:
-    """Always true; for code that was written for torch."""
+    """Always true; for code that was written for torch.
+
+    Example:
+        >>> is_available()
+        True
+    """
     return True
 
 

@@ -75,12 +75,15 @@ def retry(
             attempts, if there were enough or the worker did not come back.
 
     Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(weight)], lr=0.5)
         >>> def step(ctx):
-        ...     loss = criterion(rpc_sync("worker1", forward, args=(x,)), target)
+        ...     loss = rpc_sync("worker1", torch.mul, args=(weight, 3)).sum()
         ...     ctx.backward(loss)
         ...     optimizer.step(ctx)
         ...     return loss.item()
-        >>> loss = retry(step, recover=optimizer.recover)
+        >>> retry(step), retry(step)
+        (6.0, -3.0)
     """
     trials = _Trials(attempts, backoff, timeout, or_role, errors, recover)
     while True:
@@ -109,10 +112,13 @@ async def aretry(
     ``recover`` is called on another thread.
 
     Example:
+        >>> weight = torch.ones(2, requires_grad=True)
         >>> async def step(ctx):
-        ...     ctx.backward((await rpc_async("worker1", forward, args=(x,))).sum())
-        ...     optimizer.step(ctx)
-        >>> await aretry(step)
+        ...     output = await rpc_async("worker1", torch.mul, args=(weight, 3))
+        ...     ctx.backward(output.sum())
+        ...     return ctx.gradients()[weight]
+        >>> asyncio.run(aretry(step))
+        tensor([3., 3.])
     """
     trials = _Trials(attempts, backoff, timeout, or_role, errors, recover)
     while True:

@@ -1,9 +1,8 @@
 """Starting workers: from a notebook or a test, or with the command ``gradwire run``.
 
 Example:
-    >>> from gradwire import launch, rpc
-    >>> launch.spawn({"boss": ask}, roles={"boss": 1, "helper": 2})["boss"]
-    ['helper:0', 'helper:1']
+    >>> spawn({"boss": get_workers}, roles={"boss": 1, "helper": 2})["boss"]
+    [WorkerInfo(id=0, name=boss), WorkerInfo(id=1, name=helper:0), ...]
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def this_worker() -> Worker:
         UsageError: It was started in another way.
 
     Example:
-        >>> if this_worker().role == "trainer":
-        ...     train()
+        >>> spawn(this_worker, roles={"ps": 1, "trainer": 2})["trainer:1"]
+        Worker(name='trainer:1', role='trainer', index=1, rank=2, world_size=3)
     """
     roles, rank = os.environ.get(ROLES_VARIABLE), os.environ.get("RANK", "")
     if not roles or not rank.isdecimal():

@@ -68,8 +68,9 @@ def spawn(
         LaunchTimeout: The limit came first.
 
     Example:
-        >>> spawn(os.getpid, roles={"worker": 2})
-        {'worker:0': 4711, 'worker:1': 4712}
+        >>> found = spawn(this_worker, roles={"ps": 1, "trainer": 2})
+        >>> {name: worker.rank for name, worker in found.items()}
+        {'ps': 0, 'trainer:0': 1, 'trainer:1': 2}
     """
     if isinstance(roles, int) and not isinstance(roles, bool):
         roles = {"worker": roles}

@@ -1,10 +1,8 @@
 """Modules that live on other workers, used as if they were here.
 
 Example:
-    On the first of two workers::
-
-        model = nn.Sequential(RemoteModule("worker1", nn.Linear, (20, 30)), nn.ReLU())
-        model(x).sum().backward()
+    >>> model = nn.Sequential(RemoteModule("worker1", nn.Linear, (20, 30)), nn.ReLU())
+    >>> model(torch.ones(128, 20)).sum().backward()
 """
 
 from __future__ import annotations

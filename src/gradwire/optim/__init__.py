@@ -1,12 +1,13 @@
 """Optimizers for parameters that live on other workers.
 
 Example:
-    ::
-
-        optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
-        with autograd.context() as ctx:
-            ctx.backward(loss)
-            optimizer.step(ctx)
+    >>> weight = remote("worker1", nn.Parameter, args=(torch.ones(2),))
+    >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+    >>> with context() as ctx:
+    ...     ctx.backward(weight.to_here().sum())
+    ...     optimizer.step(ctx)
+    >>> weight.to_here().detach()
+    tensor([0.5000, 0.5000])
 """
 
 from __future__ import annotations

@@ -44,6 +44,14 @@ def clip_grad_norm_(
     Raises:
         UnknownContext: There is no such context.
         OwnersFailed: More than one owner failed; the error of the only one otherwise.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with context() as ctx:
+        ...     ctx.backward((weight * torch.tensor([3.0, 4.0])).sum())
+        ...     norm = clip_grad_norm_(ctx, [RRef(weight)], max_norm=1.0)
+        ...     norm, ctx.gradients()[weight]
+        (tensor(5.), tensor([0.6000, 0.8000]))
     """
     source = check_context(context_id)
     rrefs = check_references(list(params_rref))

@@ -103,10 +103,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         OwnersFailed: More than one owner failed; the error of the only one otherwise.
 
     Example:
-        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [rref1, rref2], lr=0.05)
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [RRef(weight)], lr=0.5)
         >>> with context() as ctx:
-        ...     ctx.backward(rpc_sync("worker1", forward, args=(x,)).sum())
+        ...     ctx.backward(rpc_sync("worker1", torch.mul, args=(weight, 3)).sum())
         ...     optimizer.step(ctx)
+        >>> weight.detach()
+        tensor([-0.5000, -0.5000])
     """
 
     def __init__(

@@ -35,6 +35,12 @@ class OwnersFailed(GradwireError):
 
     Attributes:
         failures: The errors by name of the owner, in the order of the parameters.
+
+    Example:
+        >>> error = OwnersFailed()
+        >>> error.failures = {"worker1": ValueError("no such option")}
+        >>> list(error.failures)
+        ['worker1']
     """
 
     failures: dict[str, Exception]

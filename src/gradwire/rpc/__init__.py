@@ -1,14 +1,10 @@
 """Remote procedure calls between the workers of a group.
 
 Example:
-    On each of two processes, with ``rank`` 0 and 1::
-
-        from gradwire import rpc
-
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-        if rank == 0:
-            print(rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)))
-        rpc.shutdown()
+    >>> init_rpc("worker0", rank=0, world_size=1)  # here the only one of its group
+    >>> rpc_sync("worker0", torch.add, args=(torch.ones(2), 1))
+    tensor([2., 2.])
+    >>> shutdown()
 """
 
 from __future__ import annotations

@@ -222,6 +222,12 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     Raises:
         NotInitialized: There is nothing to end.
         ShutdownTimeout: The limit came first; this worker is shut down all the same.
+
+    Example:
+        >>> init_rpc("worker0", rank=0, world_size=1)
+        >>> shutdown()
+        >>> is_initialized()
+        False
     """
     global _session  # noqa: PLW0603
     session = _session
@@ -298,13 +304,25 @@ def rpc_async(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and rank of a worker of the group, by default of this one."""
+    """Name and rank of a worker of the group, by default of this one.
+
+    Example:
+        >>> get_worker_info()
+        WorkerInfo(id=0, name=worker0)
+        >>> get_worker_info("worker1").id
+        1
+    """
     agent = current_agent()
     return agent.info if worker_name is None else agent.network.find(worker_name).info
 
 
 def get_workers() -> list[WorkerInfo]:
-    """The workers of the group that are neither lost nor gone, by rank; this one too."""
+    """The workers of the group that are neither lost nor gone, by rank; this one too.
+
+    Example:
+        >>> [worker.name for worker in get_workers()]
+        ['worker0', 'worker1']
+    """
     peers = current_agent().network.peers()
     return [peer.info for peer in peers if peer.is_usable]
 
@@ -373,18 +391,34 @@ def on_worker_joined(callback: Callable[[WorkerInfo], None]) -> Subscription:
 
 
 def get_rpc_timeout() -> float:
-    """The default deadline of calls, in seconds."""
+    """The default deadline of calls, in seconds.
+
+    Example:
+        >>> get_rpc_timeout()
+        60.0
+    """
     return current_agent().rpc_timeout
 
 
 def get_debug_info() -> dict[str, Any]:
-    """Counts of what is there: calls in flight, threads, connections, bytes, buffers."""
+    """Counts of what is there: calls in flight, threads, connections, bytes, buffers.
+
+    Example:
+        >>> info = get_debug_info()
+        >>> info["client_active_calls"], info["workers_lost"]
+        (0, 0)
+    """
     return current_agent().debug_info()
 
 
 @for_agents
 def is_initialized() -> bool:
-    """Whether this process is a worker now."""
+    """Whether this process is a worker now.
+
+    Example:
+        >>> is_initialized()
+        True
+    """
     return _session is not None
 
 

@@ -1,4 +1,10 @@
-"""Decorators for functions that are called remotely."""
+"""Decorators for functions that are called remotely.
+
+Example:
+    >>> @idempotent
+    ... def predict(x):
+    ...     return x.sigmoid()
+"""
 
 from __future__ import annotations
 

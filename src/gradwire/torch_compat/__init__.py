@@ -6,16 +6,15 @@ are gradwire's. What differs from gradwire's own interface is what torch's progr
 on: outside a context nothing is recorded, errors are also ``RuntimeError``, and options
 are torch's classes.
 
+From the command line: ``python -m gradwire.torch_compat train.py --epochs 3``. In a program,
+before it imports ``torch.distributed.rpc``:
+
 Example:
-    From the command line::
-
-        python -m gradwire.torch_compat train.py --epochs 3
-
-    In a program, before it imports ``torch.distributed.rpc``::
-
-        import gradwire.torch_compat
-
-        gradwire.torch_compat.install()
+    >>> import gradwire.torch_compat
+    >>> gradwire.torch_compat.install()
+    >>> import torch.distributed.rpc as rpc
+    >>> rpc.__name__
+    'gradwire.torch_compat.rpc'
 """
 
 from __future__ import annotations

@@ -51,6 +51,12 @@ def install() -> None:
     Call it before other modules import these names: what was imported earlier keeps its
     meaning. Processes that this one starts with ``multiprocessing`` have it too. Calling
     it again does nothing.
+
+    Example:
+        >>> install()
+        >>> import torch.distributed.rpc
+        >>> torch.distributed.rpc.__name__
+        'gradwire.torch_compat.rpc'
     """
     global _is_installed  # noqa: PLW0603
     if _is_installed:
@@ -78,7 +84,15 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `install` was called in this process."""
+    """Whether `install` was called in this process.
+
+    Example:
+        >>> is_installed()
+        False
+        >>> install()
+        >>> is_installed()
+        True
+    """
     return _is_installed
 
 
