@@ -72,8 +72,8 @@ chaos: $(READY) ## train for MINUTES while workers are killed, half of it across
 conformance: $(READY) ## torch's own tests of RPC, against gradwire
 	$(BIN)/python -m tests.conformance.torch_suites
 
-demo: $(READY) ## three workers that call each other
-	$(BIN)/python examples/hello.py
+demo: $(READY) ## three parties train one model; draws the graph
+	$(BIN)/python examples/split_learning.py
 
 bench: $(READY) ## remote calls and backwards through them, beside those of torch
 	$(BIN)/python benchmarks/rpc.py

@@ -1,4 +1,4 @@
-"""Backward through calls, between three workers; run it as it is.
+"""Backward through calls, between three workers: ``python examples/autograd.py``.
 
 The script starts two workers as processes of their own and is the third one itself. Each
 has a ``weight`` of its own; what they compute with it is part of one graph.

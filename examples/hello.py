@@ -1,4 +1,4 @@
-"""Three workers that call each other; run it with ``make demo`` or as it is.
+"""Three workers that call each other: ``python examples/hello.py``.
 
 The script starts two workers as processes of their own and is the third one itself. All
 functions that are called remotely are ordinary functions of this file: workers find them

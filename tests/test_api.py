@@ -101,6 +101,7 @@ AUTOGRAD_NAMES = [
     "aretry",
     "backward",
     "context",
+    "draw",
     "get_debug_info",
     "get_gradients",
     "grad",
@@ -119,6 +120,7 @@ AUTOGRAD_PARAMETERS = {
         "grad_tensors=None, timeout=0"
     ),
     "context": "*, accumulate='dict'",
+    "draw": "roots, *, title=''",
     "get_debug_info": "",
     "get_gradients": "context_id",
     "grad": (

@@ -148,7 +148,7 @@ def test_readme_opens_with_the_commands():
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_demo_shows_every_kind_of_call():
+def test_hello_shows_every_kind_of_call():
     output = run("examples/hello.py")
 
     assert "Three workers, alice, bob, carol, joined" in output
@@ -207,6 +207,32 @@ def test_parameter_server_example_trains_as_one_process_does():
 
     assert "the weights are exactly those of one process" in output
     assert "it is above 0.88" in output
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_demo_trains_as_one_process_does_and_draws_the_graph(tmp_path):
+    picture = tmp_path / "graph.svg"
+
+    output = run("examples/split_learning.py", "--short", "--picture", picture)
+
+    assert "all of them outputs of their networks" in output
+    assert "is the same, to the last bit" in output
+    assert f"A picture of the graph of one step: {picture}" in output
+    assert "50\u00d78 float64" in picture.read_text()
+
+
+@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=str)
+def test_first_line_of_an_example_says_how_to_run_it(example):
+    docstring = ast.get_docstring(ast.parse(example.read_text()))
+
+    assert docstring is not None
+    assert f"``python examples/{example.name}``." in docstring.splitlines()[0]
+    assert (
+        f"({Path('../examples') / example.name})"
+        in (ROOT / "docs/examples.md").read_text()
+    )
 
 
 def test_readme_example_is_short_and_needs_no_context():

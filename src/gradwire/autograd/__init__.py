@@ -22,6 +22,7 @@ from gradwire.autograd._api import (
     grad,
     is_available,
 )
+from gradwire.autograd._draw import draw
 from gradwire.autograd._recorder import Recorder
 from gradwire.autograd._retry import aretry, retry
 from gradwire.rpc.extension import register_interceptor, set_backward
@@ -31,6 +32,7 @@ __all__ = [
     "aretry",
     "backward",
     "context",
+    "draw",
     "get_debug_info",
     "get_gradients",
     "grad",

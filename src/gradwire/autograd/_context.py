@@ -186,6 +186,7 @@ class Side:
         lease: Lease | None = None,
         is_request: bool = False,
         made_in: TaskWatch | None = None,
+        function: str = "",
     ) -> list[TellNone]:
         """A message arrived: gives its tensors their history. Returns what to answer."""
         with self.lock:
@@ -202,6 +203,7 @@ class Side:
                 is_request,
                 made_in,
                 is_stale,
+                function,
             )
             tail = self._live_tail()
             *_, token = record(apply_recv, message, tensors, self.holds_weakly, *tail)

@@ -26,35 +26,27 @@ __all__ = ["ReceivedMessage", "SentMessage"]
 class SentMessage:
     """What a `Send` node knows: a message of ours whose gradients are waited for."""
 
-    __slots__ = (
-        "_count",
-        "_event",
-        "_exchange",
-        "_mark",
-        "_name",
-        "_peer",
-        "is_changed",
-    )
+    __slots__ = ("_count", "_exchange", "_mark", "event", "is_changed", "name", "peer")
 
     def __init__(
         self, exchange: Exchange, side: Side, event: int, peer: int, count: int
     ) -> None:
         self._exchange = exchange
-        self._name = side.name  # never the side itself: nodes must not keep it alive
+        self.name = side.name  # never the side itself: nodes must not keep it alive
         self._mark = side.mark
-        self._event = event
-        self._peer = peer
+        self.event = event
+        self.peer = peer
         self._count = count
         self.is_changed = False  # its tensors were, before the node could be made
 
     def await_gradients(self) -> Sequence[Tensor | None]:
         """Called by the engine. Outside of a pass of ours nobody will answer."""
         exchange = self._exchange
-        side = exchange.registry.find(self._name)
+        side = exchange.registry.find(self.name)
         run = exchange.run_here(side) if side is not None else None
         if side is None or run is None:
             return [None] * self._count
-        answer = exchange.await_answer(side, run, self._event, self._peer)
+        answer = exchange.await_answer(side, run, self.event, self.peer)
         if answer is NONE:
             return [None] * self._count
         if len(answer.present) != self._count:
@@ -68,7 +60,7 @@ class SentMessage:
                 side,
                 run,
                 side.record_recv(
-                    self._peer, answer.history, answer.after, answer.tracked
+                    self.peer, answer.history, answer.after, answer.tracked
                 ),
             )
         gradients = iter(answer.gradients)
@@ -81,13 +73,14 @@ class ReceivedMessage:
     __slots__ = (
         "_exchange",
         "_mark",
-        "_name",
         "event",
+        "function",
         "is_request",
         "is_stale",
         "label",
         "lease",
         "made_in",
+        "name",
         "number",
         "passed_over_in",
         "peer",
@@ -104,9 +97,10 @@ class ReceivedMessage:
         is_request: bool,
         made_in: TaskWatch | None,
         is_stale: bool,
+        function: str,
     ) -> None:
         self._exchange = exchange
-        self._name = side.name
+        self.name = side.name
         self._mark = side.mark
         self.label = side.label
         self.event = event
@@ -116,16 +110,17 @@ class ReceivedMessage:
         self.is_request = is_request
         self.made_in = made_in  # the backward in which the call was made
         self.is_stale = is_stale  # it came late: what it belongs to was consumed
+        self.function = function  # what was called, for people
         self.passed_over_in: int | None = None
 
     def ship(self, gradients: Sequence[Tensor | None]) -> None:
         """Called by the engine, once per backward."""
         exchange = self._exchange
-        side = exchange.registry.find(self._name)
+        side = exchange.registry.find(self.name)
         has_gradient = any([g is not None for g in gradients])
         if side is None:
             if has_gradient:
-                raise gone(exchange, self._name, self)
+                raise gone(exchange, self.name, self)
             return
         if has_gradient and self.is_stale:
             raise consumed(exchange, self.label)

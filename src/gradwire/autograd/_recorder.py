@@ -214,6 +214,7 @@ class Recorder(Interceptor):
             tracked,
             lease=lease,
             made_in=note.made_in if note is not None else None,
+            function=label,
         )
         if answers:
             exchange.perform(side, None, answers)
@@ -268,7 +269,12 @@ class Recorder(Interceptor):
                 side.join(peer.info.id, call.after, call.consumed)
         if call.flags & MESSAGE_HAS_HISTORY and scope.side:
             answers = scope.side.record_recv(
-                peer.info.id, call.message, call.after, tracked, is_request=True
+                peer.info.id,
+                call.message,
+                call.after,
+                tracked,
+                is_request=True,
+                function=label,
             )
             if answers:
                 exchange.perform(scope.side, None, answers)

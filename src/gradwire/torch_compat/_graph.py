@@ -86,7 +86,7 @@ def find_messages(
     while waiting:
         node: Any = waiting.pop()
         if _is_of(node, Send):
-            sends[node.message._event] = node
+            sends[node.message.event] = node
         elif _is_of(node, Recv) and node.message.event not in recvs:
             recvs[node.message.event] = node
             waiting.extend(following for following, _ in node.next_functions)
