@@ -125,7 +125,8 @@ class Registry:
         raise UnknownContext(
             f"Could not find autograd context with id: {key}: worker "
             f"{self._exchange.agent.info.name!r} has not taken part in such a context. "
-            "Pass the id that context() gave, and use it on workers that were called in it",
+            "Pass the id that context() gave, and use it on workers that were called in it; "
+            "or use no context at all: plain loss.backward() runs through calls",
             worker=self._exchange.agent.info.name,
         )
 

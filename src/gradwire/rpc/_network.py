@@ -5,6 +5,7 @@ Knows addresses, handshakes and links; knows nothing of calls.
 
 from __future__ import annotations
 
+import difflib
 import threading
 import time
 from collections.abc import Sequence
@@ -429,9 +430,13 @@ class Network:
             )
             raise UnknownWorker(
                 f"worker {self._info.name!r} could not find destination {to!r}; the group "
-                f"has {len(self._peers)} workers: {known}"
+                f"has {len(self._peers)} workers: {known}{self._similar_to(to)}"
             )
         return peer
+
+    def _similar_to(self, to: object) -> str:
+        close = difflib.get_close_matches(str(to), list(self._by_name), n=1)
+        return f". Did you mean {close[0]!r}?" if close else ""
 
     def peers(self) -> list[Peer]:
         """All members, this one too, by rank."""

@@ -155,9 +155,13 @@ def _find_number(
     """Rank or world size, from the argument, the URL or the environment."""
     found = _find_optional_number(name, given, url, query)
     if found is None:
-        also = f", set {name.upper()} (as torchrun does)" if url.scheme == "env" else ""
+        if url.scheme == "env":
+            raise UsageError(
+                f"{name} is missing: start the program with gradwire run or torchrun, pass "
+                f"{name}= to init_rpc, or set {name.upper()}"
+            )
         raise UsageError(
-            f"{name} is missing: pass {name}= to init_rpc{also} or add ?{name}=... to "
+            f"{name} is missing: pass {name}= to init_rpc or add ?{name}=... to "
             f"init_method {url.geturl()!r}"
         )
     return found
