@@ -121,8 +121,6 @@ def on_page_markdown(
         found = Path(os.path.normpath(source.parent / path))
         if found in borrowed:
             place = borrowed[found]
-        elif found == docs / "security.md" and not found.exists():
-            return text  # TODO(#5): it is being written
         elif found.is_relative_to(docs):
             place = found.relative_to(docs).as_posix()
         else:

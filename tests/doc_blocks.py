@@ -8,6 +8,8 @@ a context manager for each block, given its code. A comment before a fence says 
 
     <!-- block: everywhere -->              on all workers: definitions
     <!-- block: script, 2 processes -->     a program by itself, started as torchrun does
+    <!-- block: script, roles a=1 b=2 -->   likewise, as gradwire run does
+    <!-- block: notebook -->                in one process, as at a prompt
     <!-- block: not run: the reason -->
 
 A comment behind a ``print`` is what it prints.
@@ -34,6 +36,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.launch._roles import format_roles, parse_roles, worker_of
+
 ROOT = Path(__file__).parents[1]
 DEFAULT_WORKERS = ("alice", "bob", "carol")
 
@@ -42,6 +46,7 @@ _FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _SCRIPT = re.compile(r"script, (\d+) process(?:es)?")
+_ROLES = re.compile(r"script, roles ((?:\w+=\d+ ?)+)")
 _NOT_RUN = re.compile(r"not run: (.{8,})")
 
 
@@ -54,6 +59,8 @@ class Block:
     code: str
     everywhere: bool = False
     processes: int = 0
+    roles: str = ""
+    notebook: bool = False
     reason: str = ""
 
     @property
@@ -86,8 +93,14 @@ def _make_block(page: str, line: int, code: str, mark: str) -> Block:
         return Block(page, line, code)
     if mark == "everywhere":
         return Block(page, line, code, everywhere=True)
+    if mark == "notebook":
+        return Block(page, line, code, processes=1, notebook=True)
     if found := _SCRIPT.fullmatch(mark):
         return Block(page, line, code, processes=int(found[1]))
+    if found := _ROLES.fullmatch(mark):
+        roles = parse_roles(found[1].split())
+        size = sum(roles.values())
+        return Block(page, line, code, processes=size, roles=format_roles(roles))
     if found := _NOT_RUN.fullmatch(mark):
         return Block(page, line, code, reason=found[1])
     raise ValueError(f"{page}:{line}: unknown mark of a block: {mark!r}")
@@ -169,7 +182,28 @@ def check_output(block: Block, output: str) -> None:
 # -------------------------------------------------------------------------------- scripts
 
 
-def run_script(path: str, environment: dict[str, str], output: str) -> None:
+def environment_of(block: Block, rank: int, port: int) -> dict[str, str]:
+    """What the launcher of a script sets."""
+    if block.notebook:
+        return {}
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(block.processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if block.roles:
+        roles = parse_roles(block.roles.split(","))
+        environment["GRADWIRE_ROLES"] = block.roles
+        environment["GRADWIRE_NAME"] = worker_of(roles, rank).name
+    return environment
+
+
+def run_script(
+    block: Block, path: str, environment: dict[str, str], output: str
+) -> None:
     """In a process of its own: runs a program as ``python path`` would."""
     descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -179,7 +213,11 @@ def run_script(path: str, environment: dict[str, str], output: str) -> None:
     sys.path.insert(0, str(Path(path).parent))
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    runpy.run_path(path, run_name="__main__")
+    if block.notebook:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(block.code, "<notebook>", "exec"), vars(main))
+    else:
+        runpy.run_path(path, run_name="__main__")
 
 
 # ---------------------------------------------------------------------------- docstrings

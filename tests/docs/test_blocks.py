@@ -65,15 +65,8 @@ def test_script_of_page_runs(block, tmp_path):
     outputs = [tmp_path / f"{rank}.out" for rank in range(block.processes)]
     processes = []
     for rank, output in enumerate(outputs):
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(block.processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        arguments = (str(script), environment, str(output))
+        environment = doc_blocks.environment_of(block, rank, store.port)
+        arguments = (block, str(script), environment, str(output))
         processes.append(context.Process(target=doc_blocks.run_script, args=arguments))
     try:
         for process in processes:
@@ -107,7 +100,12 @@ def test_every_mark_belongs_to_a_block():
     [
         ("", Block("p.md", 7, "x = 1\n")),
         ("everywhere", Block("p.md", 7, "x = 1\n", everywhere=True)),
+        ("notebook", Block("p.md", 7, "x = 1\n", processes=1, notebook=True)),
         ("script, 2 processes", Block("p.md", 7, "x = 1\n", processes=2)),
+        (
+            "script, roles a=1 b=2",
+            Block("p.md", 7, "x = 1\n", processes=3, roles="a=1,b=2"),
+        ),
         (
             "not run: needs two hosts",
             Block("p.md", 7, "x = 1\n", reason="needs two hosts"),
