@@ -53,7 +53,7 @@ class Messages(Target):
         if kind < 0.3:
             head = mutations.mutate(head, choice, self._heads)
         elif kind < 0.9:
-            head = _change_control(head, choice)
+            head = change_control(head, choice)
         else:
             fields = list(_FIXED.unpack_from(head))
             at = choice.randrange(len(fields))
@@ -88,7 +88,7 @@ class _NoLoads(PickleSerializer):
 _NO_LOADS = _NoLoads()
 
 
-def _change_control(head: bytes, choice: random.Random) -> bytes:
+def change_control(head: bytes, choice: random.Random) -> bytes:
     """Changes values inside the control part; lengths are made to fit again."""
     kind, flags, reserved, control_bytes, payload_bytes = _FIXED.unpack_from(head)
     end = _FIXED.size + control_bytes

@@ -27,6 +27,7 @@ from gradwire.wire import (
     encode,
 )
 
+EXPORTED = "tests.integration.test_fuzz:exported_add"
 _FIXED = struct.Struct(">BBHII")
 _DEEP = msgspec.Raw(b"\x92\x00" * 1500 + b"\xc0")
 _MAX_DEPTH = 101
@@ -60,7 +61,8 @@ class Safe(Target):
         self._warnings.__enter__()
         warnings.simplefilter("ignore")  # torch calls some layouts experimental
         self._corpus = [
-            Arrived(m.head, tuple(b.nbytes for b in m.buffers)) for m in _make_corpus()
+            Arrived(m.head, tuple(b.nbytes for b in m.buffers))
+            for m in make_safe_messages()
         ]
         self._heads = [arrived.head for arrived in self._corpus]
 
@@ -128,7 +130,8 @@ def _change(data: bytes, choice: random.Random) -> bytes:
     return msgspec.msgpack.encode(mutations.mutate_value(tree, choice, _DEEP))
 
 
-def _make_corpus() -> list[Outgoing]:
+def make_safe_messages() -> list[Outgoing]:
+    """Sound messages, as workers in safe mode send them."""
     small, large = torch.ones(2, 3), torch.arange(2500.0)
     packed = _rref_parts.Packed(0, RefId(1, 77, 2), RefId(3, 88, 4), 5)
     values: list[Any] = [
@@ -141,7 +144,7 @@ def _make_corpus() -> list[Outgoing]:
     ]
     messages = []
     for value in values:
-        messages.append(_encode(Call(1, 0.0, "exported", 1), (value, {"k": value})))
+        messages.append(_encode(Call(1, 0.0, EXPORTED, 1), (value, {"k": value})))
         messages.append(_encode(Reply(2, {"rref": b"\x90"}), value))
     error = _remote_exceptions.describe(ValueError("bad"), "w1", is_safe=True)
     messages.append(_encode(Failure(3), error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import random
@@ -23,6 +24,10 @@ import torch
 import functions
 import mutations
 import probes
+from fuzz.corpus import make_messages
+from fuzz.messages import change_control
+from fuzz.safe import make_safe_messages
+from gradwire import rpc
 from gradwire._config import RpcBackendOptions
 from gradwire.errors import GradwireError
 from gradwire.rpc import _pool
@@ -42,12 +47,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@rpc.export
+def exported_add(a: Any, b: Any) -> Any:
+    _added.append(type(a))
+    return a + b
+
+
+_added: list[type] = []
+
+
 class Target:
     """An agent to be attacked, and a friend of its, both in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, serializer: str = "pickle") -> None:
+        self.serializer = serializer
         options = RpcBackendOptions(
             secret=SECRET,
+            serializer=serializer,
             bind_address="127.0.0.1",
             num_worker_threads=2,
             max_head_bytes=1 << 20,
@@ -69,8 +85,8 @@ class Target:
         """Correct calls work, in both directions, with and without tensors."""
         tensor = torch.arange(100_000)
         for caller, to in ((self.agent, "w1"), (self.friend, "w0")):
-            assert caller.call(to, functions.add, (1, 2), timeout=LIMIT_S) == 3
-            found = caller.call(to, torch.add, (tensor, 1), timeout=LIMIT_S)
+            assert caller.call(to, exported_add, (1, 2), timeout=LIMIT_S) == 3
+            found = caller.call(to, exported_add, (tensor, 1), timeout=LIMIT_S)
             assert torch.equal(found, tensor + 1)
 
     def close(self) -> None:
@@ -85,6 +101,15 @@ def target(monkeypatch, caplog) -> Iterator[Target]:
     # Threads beyond those that stay shall leave before the end of the test.
     monkeypatch.setattr(_pool, "_IDLE_S", 0.1)
     target = Target()
+    yield target
+    target.close()
+
+
+@pytest.fixture
+def safe_target(monkeypatch, caplog) -> Iterator[Target]:
+    caplog.set_level(logging.ERROR, "gradwire.rpc")
+    monkeypatch.setattr(_pool, "_IDLE_S", 0.1)
+    target = Target("safe")
     yield target
     target.close()
 
@@ -123,9 +148,15 @@ def make_frames() -> list[bytes]:
 class Attacker:
     """Opens connections to the target and says damaged things."""
 
-    def __init__(self, record: WorkerRecord, choice: random.Random) -> None:
+    def __init__(
+        self,
+        record: WorkerRecord,
+        choice: random.Random,
+        features: tuple[str, ...] = (),
+    ) -> None:
         self.record = record
         self.choice = choice
+        self.features = features
         self.frames = make_frames()
         self.outcomes: Counter[str] = Counter()
 
@@ -145,7 +176,11 @@ class Attacker:
 
     def new_handshake(self) -> InitiatorHandshake:
         identity = PeerIdentity(
-            "w2", 2, self.choice.randrange(1, 1 << 62), time.monotonic()
+            "w2",
+            2,
+            self.choice.randrange(1, 1 << 62),
+            time.monotonic(),
+            self.features,
         )
         return InitiatorHandshake(
             identity, target_rank=0, secret=SECRET, peer_is_same_user=True
@@ -211,9 +246,58 @@ class Attacker:
             self.finish(sock, mutations.mutate(self.some_frames(), self.choice))
         self.outcomes["damaged frames"] += 1
 
+    def change_the_messages(self) -> None:
+        """After a correct handshake: sound frames, whose messages are not."""
+        handshake = self.new_handshake()
+        with self.connect() as sock:
+            sock.sendall(handshake.start())
+            try:
+                sock.sendall(handshake.receive(sock.recv(1 << 16)))
+                handshake.receive(sock.recv(1 << 16))
+            except GradwireError:
+                self.outcomes["refused"] += 1  # our last life is not quite over
+                return
+            # One that no decoder takes would end the connection: few, then.
+            for outgoing in self.choice.choices(self.messages, k=3):
+                head = outgoing.head
+                if self.choice.random() < 0.8:
+                    head = change_control(head, self.choice)
+                self.outcomes[f"kind {head[0]}"] += 1
+                with contextlib.suppress(OSError):
+                    sock.sendall(make_frame(Outgoing(head, outgoing.buffers, [])))
+            self.finish(sock, b"")
+        self.outcomes["changed messages"] += 1
+
+    @functools.cached_property
+    def messages(self) -> list[Outgoing]:
+        return [*make_messages(), *make_safe_messages()]
+
 
 def num_threads() -> int:
     return sum(t.name.startswith("gradwire-") for t in threading.enumerate())
+
+
+def test_agent_survives_messages_of_a_peer_that_is_not_trusted(
+    safe_target: Target, caplog
+):
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    features = safe_target.agent.network._identify().features
+    attacker = Attacker(safe_target.record, random.Random(seed), features)
+    deadline = time.monotonic() + FUZZ_S
+    while time.monotonic() < deadline:
+        attacker.change_the_messages()
+
+    print(dict(attacker.outcomes))
+    assert attacker.outcomes["changed messages"] > 50
+    safe_target.check()
+    errors = [r for r in caplog.records if r.name.startswith("gradwire")]
+    assert [(r.getMessage(), r.exc_info) for r in errors] == []
+    probes.wait_until(
+        lambda: safe_target.agent.debug_info()["server_active_calls"] == 0,
+        "no call of the attacker is left",
+    )
+    assert safe_target.agent.debug_info()["transports"].keys() == {"w0", "w1"}
 
 
 @pytest.mark.parametrize(
