@@ -44,8 +44,8 @@ def says(text: str, *parts: str) -> None:
         assert part in text, f"{part!r} is not in {text!r}"
 
 
-def join(*args: Any, **options: Any) -> None:
-    rpc.init_rpc(*args, rpc_backend_options=rpc.RpcBackendOptions(**options))
+def join(name: str, rank: int, world_size: int, **options: Any) -> None:
+    rpc.init_rpc(name, rank, world_size, rpc.RpcBackendOptions(**options))
 
 
 # ---------------------------------------------------------------------- before the start
@@ -145,14 +145,18 @@ def test_function_inside_a_function():
 
 @on_worker(0)
 def test_function_was_called_instead_of_passed():
-    text = text_of(TypeError, lambda: rpc.rpc_sync("w1", max(1, 2)))
+    function: Any = max(1, 2)
+
+    text = text_of(TypeError, lambda: rpc.rpc_sync("w1", function))
 
     says(text, "should be callable", "found int")
 
 
 @on_worker(0)
 def test_single_argument_without_a_tuple():
-    text = text_of(TypeError, lambda: rpc.rpc_sync("w1", torch.neg, torch.ones(2)))
+    args: Any = torch.ones(2)
+
+    text = text_of(TypeError, lambda: rpc.rpc_sync("w1", torch.neg, args))
 
     says(text, "args must be a tuple", "args=(x,)")
 
@@ -194,6 +198,7 @@ def test_forgotten_context():
 
     says(text, "id: 1", "'w0'", "Pass the id that context() gave", "loss.backward()")
     loss.backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(2))
 
 
