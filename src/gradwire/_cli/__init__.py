@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from gradwire._cli import _doctor, _run
+from gradwire._cli import _certs, _doctor, _run
 from gradwire.errors import GradwireError
 
 __all__ = ["main"]
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Remote calls and distributed autograd for PyTorch.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (_run, _doctor):
+    for command in (_run, _doctor, _certs):
         command.add_to(commands)
     options = parser.parse_args(arguments)
     try:
