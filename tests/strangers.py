@@ -33,7 +33,12 @@ class Group:
     def add(
         self, name: str, rank: int, world_size: int = 3, **options: Any
     ) -> tuple[Agent, WorkerRecord]:
-        options = {"bind_address": "127.0.0.1", "connect_timeout": LIMIT_S, **options}
+        options = {
+            "bind_address": "127.0.0.1",
+            "connect_timeout": LIMIT_S,
+            "allow_plain_tcp": "tls" not in options,
+            **options,
+        }
         agent = Agent(name, rank, world_size, RpcBackendOptions(**options))
         record = agent.start()
         self._agents.append(agent)
@@ -71,7 +76,7 @@ def stranger(record: WorkerRecord, scheme: str = "unix") -> Iterator[socket.sock
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         address: Any = "\0" + record.addresses["unix"]
     else:
-        host, port = parse_address(record.addresses["tcp"])
+        host, port = parse_address(record.addresses[scheme])
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         address = (host, port)
     with sock:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gradwire.errors import UsageError
 
-__all__ = ["RpcBackendOptions", "find_name", "find_secret"]
+__all__ = ["RpcBackendOptions", "TlsOptions", "find_name", "find_secret", "find_tls"]
 
 NAME_VARIABLE = "GRADWIRE_NAME"
 """Name of a worker that a launcher has started; the default of ``init_rpc``."""
@@ -54,6 +54,40 @@ def _hide(secret: str | bytes) -> str | bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsOptions:
+    """Files by which a worker proves who it is, and knows the others. All are PEM.
+
+    ``gradwire certs`` makes them. They are read by ``init_rpc``.
+
+    Attributes:
+        ca: Certificates of the authorities that sign those of workers.
+        certificate: Certificate of this worker, with those between it and the
+            authority, if any. It must name the worker: see docs/security.md.
+        key: Its private key, not encrypted.
+
+    Example:
+        >>> TlsOptions(ca="ca.pem", certificate="trainer0.pem", key="trainer0.key").ca
+        'ca.pem'
+    """
+
+    ca: str | os.PathLike[str]
+    certificate: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        for name in ("ca", "certificate", "key"):
+            value = getattr(self, name)
+            if not isinstance(value, (str, os.PathLike)):
+                raise TypeError(
+                    f"{name} must be the path of a file, not {type(value).__name__}"
+                )
+            if not os.fspath(value):
+                raise ValueError(
+                    f"{name} must be the path of a file, found an empty one"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RpcBackendOptions:
     """What can be set for one worker's agent. All times are in seconds.
 
@@ -65,16 +99,21 @@ class RpcBackendOptions:
         lost_after: A peer that was not heard of for so long is lost.
         num_worker_threads: How many idle threads the pool keeps; it grows beyond that
             while handlers block.
-        transports: Names of the transports to use, in order of preference. None: all
-            that this platform has.
-        bind_address: Address that the TCP listener binds to. None: the advertised one.
+        transports: Names of the transports to use, in order of preference. None: Unix
+            sockets, and between hosts TLS if there are certificates, else plain TCP if
+            ``allow_plain_tcp`` is set and there is a secret.
+        allow_plain_tcp: Whether other hosts may be reached by plain TCP, where whoever
+            is on the way can read and change everything. Naming ``tcp`` in
+            ``transports`` allows it as well.
+        bind_address: Address that the listener binds to. None: the advertised one.
         advertise_address: Address that others are told to connect to. None: found out.
         interface: Network interface whose address is advertised, for example ``eth0``.
         port: TCP port to listen on, 0 for any free one.
         secret: The cluster secret. None: taken from ``GRADWIRE_SECRET`` or from the file
-            that ``GRADWIRE_SECRET_FILE`` names. Without any, only Unix sockets of the
-            same user are used, and no TCP port is opened.
-        tls: Reserved for TLS between hosts; must be None for now.
+            that ``GRADWIRE_SECRET_FILE`` names. Without any, only TLS and Unix sockets
+            of the same user are used, and no plain TCP port is opened.
+        tls: Certificates for TLS between hosts. None: taken from ``GRADWIRE_TLS_CA``,
+            ``GRADWIRE_TLS_CERT`` and ``GRADWIRE_TLS_KEY``, if they are set.
         max_head_bytes: Limit for the part of a frame that is not raw tensor memory.
         max_frame_bytes: Limit for a whole frame.
         max_inflight_bytes: How many bytes of unanswered calls one peer may hold for us
@@ -98,12 +137,13 @@ class RpcBackendOptions:
     lost_after: float = 10.0
     num_worker_threads: int = 16
     transports: tuple[str, ...] | None = None
+    allow_plain_tcp: bool = False
     bind_address: str | None = None
     advertise_address: str | None = None
     interface: str | None = None
     port: int = 0
     secret: str | bytes | None = field(default=None, repr=False)
-    tls: None = None
+    tls: TlsOptions | None = None
     max_head_bytes: int = 1 << 30
     max_frame_bytes: int = 1 << 36
     max_inflight_bytes: int = 64 << 20
@@ -138,12 +178,19 @@ class RpcBackendOptions:
                 "init_method must be a URL such as 'env://', 'tcp://host:port' or "
                 f"'file:///path', found {self.init_method!r}"
             )
-        if self.tls is not None:
-            raise ValueError("tls is reserved for a later version and must be None")
         if self.serializer not in SERIALIZERS:
             raise ValueError(
                 f"serializer must be one of {', '.join(map(repr, SERIALIZERS))}, found "
                 f"{self.serializer!r}"
+            )
+        if self.tls is not None and not isinstance(self.tls, TlsOptions):
+            raise TypeError(
+                f"tls must be a TlsOptions or None, not {type(self.tls).__name__}"
+            )
+        if not isinstance(self.allow_plain_tcp, bool):
+            raise TypeError(
+                "allow_plain_tcp must be a bool, not "
+                f"{type(self.allow_plain_tcp).__name__}"
             )
         if self.transports is not None and not self.transports:
             raise ValueError("transports must name at least one transport, or be None")
@@ -203,3 +250,19 @@ def find_name(name: str | None) -> str:
             f"'gradwire run', which sets {NAME_VARIABLE}"
         )
     return found
+
+
+def find_tls(options: RpcBackendOptions) -> TlsOptions | None:
+    """The certificates from the options or the environment; None if there are none."""
+    if options.tls is not None:
+        return options.tls
+    variables = [f"GRADWIRE_TLS_{what}" for what in ("CA", "CERT", "KEY")]
+    paths = [os.environ.get(variable, "") for variable in variables]
+    if not any(paths):
+        return None
+    if not all(paths):
+        missing = [v for v, path in zip(variables, paths, strict=True) if not path]
+        raise UsageError(
+            f"TLS needs all of {', '.join(variables)}; missing: {', '.join(missing)}"
+        )
+    return TlsOptions(ca=paths[0], certificate=paths[1], key=paths[2])

@@ -145,6 +145,7 @@ class Run:
     def _options(self) -> dict[str, Any]:
         return {
             "lost_after": LOST_AFTER_S,
+            "allow_plain_tcp": True,
             "connect_timeout": CONNECT_S,
             "num_worker_threads": 4,
             "shared_memory_min_bytes": 4096,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from certificates import Office, tls_transport
 from gradwire.errors import RemoteProtocolError
 from gradwire.testing import TransportSuite
 from gradwire.testing.transport_suite import (
@@ -53,6 +54,29 @@ class TestTcpIpv6(TransportSuite):
 
     def make_transport(self):
         return get_transport("tcp")
+
+
+@pytest.fixture(scope="module")
+def office(tmp_path_factory) -> Office:
+    return Office(tmp_path_factory.mktemp("certificates"))
+
+
+class TestTls(TransportSuite):
+    listen_host = "127.0.0.1"
+
+    @pytest.fixture(autouse=True)
+    def _use_certificate(self, office: Office) -> None:
+        self.transport = tls_transport(office.options())
+
+    def make_transport(self):
+        return get_transport("tls")  # replaced by one with a certificate
+
+    def settle(self, client, server):
+        deadline = time.monotonic() + 10.0
+        while not (client.is_secured and server.is_secured):
+            assert client.read(1) is None
+            assert server.read(1) is None
+            assert time.monotonic() < deadline, "the TLS handshake does not end"
 
 
 class TestInproc(TransportSuite):

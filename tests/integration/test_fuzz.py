@@ -64,6 +64,7 @@ class Target:
         options = RpcBackendOptions(
             secret=SECRET,
             serializer=serializer,
+            allow_plain_tcp=True,
             bind_address="127.0.0.1",
             num_worker_threads=2,
             max_head_bytes=1 << 20,

@@ -24,8 +24,9 @@ import torch
 
 import cluster as harness
 import functions
+from certificates import Office
 from gradwire import rpc
-from gradwire.errors import ConnectError, PeerLostError
+from gradwire.errors import ConnectError, HandshakeRefused, PeerLostError
 
 LIMIT_S = 30.0
 SECRET = "a secret of this test"
@@ -154,6 +155,7 @@ def start_workers() -> Iterator[Callable[..., list[Worker]]]:
     started: list[Worker] = []
 
     def start(*namespaces: str, **options: Any) -> list[Worker]:
+        options.setdefault("allow_plain_tcp", "tls" not in options)
         for rank, namespace in enumerate(namespaces):
             worker = Worker(namespace, rank, len(namespaces), options)
             started.append(worker)
@@ -228,12 +230,64 @@ def test_ipv6_works_between_hosts(cable, start_workers):
     ]
 
 
-def test_hosts_without_a_secret_say_what_to_do(cable, start_workers, tmp_path):
+# -------------------------------------------------------------------------------- TLS
+
+
+@pytest.fixture(scope="module")
+def office(tmp_path_factory) -> Office:
+    return Office(tmp_path_factory.mktemp("office"))
+
+
+def test_hosts_with_certificates_use_tls(cable, start_workers, office):
+    place = f"tcp://{cable.left_address}:29534"
+    hosts = [cable.left_address, cable.right_address]
+
     workers = start_workers(
-        cable.left, cable.right, init_method=f"file://{tmp_path}/store"
+        cable.left,
+        cable.left,
+        cable.right,
+        init_method=place,
+        tls=office.options("w*", hosts=hosts),
     )
 
-    with pytest.raises(ConnectError, match=r"another host.*GRADWIRE_SECRET"):
+    assert [worker.run(call_all, 3) for worker in workers] == [
+        {"w1": "unix", "w2": "tls"},
+        {"w0": "unix", "w2": "tls"},
+        {"w0": "tls", "w1": "tls"},
+    ]
+
+
+def test_worker_on_a_host_that_its_certificate_does_not_name_is_refused(
+    cable, start_workers, office
+):
+    workers = start_workers(
+        cable.left,
+        cable.right,
+        init_method=f"tcp://{cable.left_address}:29535",
+        tls=office.options("w*", hosts=[cable.left_address]),
+    )
+
+    with pytest.raises(HandshakeRefused, match=r"'w1'.*reached as '10\.213\.7\.2'"):
+        workers[0].run(call_all, 2)
+    assert workers[1].run(call_all, 2) == {"w0": "tls"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"secret": SECRET, "allow_plain_tcp": False}],
+    ids=["nothing", "secret_only"],
+)
+def test_hosts_without_a_common_transport_say_what_to_do(
+    cable, start_workers, tmp_path, options
+):
+    workers = start_workers(
+        cable.left, cable.right, init_method=f"file://{tmp_path}/store", **options
+    )
+
+    with pytest.raises(
+        ConnectError,
+        match=r"another host.*GRADWIRE_TLS_CA.*allow_plain_tcp=True.*GRADWIRE_SECRET",
+    ):
         workers[0].run(call_all, 2)
 
 

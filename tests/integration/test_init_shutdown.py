@@ -320,12 +320,15 @@ def test_failed_init_leaves_nothing_behind(bare, request, url, rank):
     assert left == []
 
 
+TCP = {"secret": "s", "allow_plain_tcp": True}
+
+
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
         ({"transports": ("tcp",)}, ConnectError),  # without a secret
-        ({"interface": "no-such-interface", "secret": "s"}, ConnectError),
-        ({"bind_address": "192.0.2.1", "secret": "s"}, ConnectError),
+        ({"interface": "no-such-interface", **TCP}, ConnectError),
+        ({"bind_address": "192.0.2.1", **TCP}, ConnectError),
     ],
     ids=["no secret", "no interface", "no address"],
 )

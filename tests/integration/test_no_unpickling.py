@@ -70,7 +70,9 @@ def start_victim() -> WorkerRecord:
 
     sys.addaudithook(watch)
     global _victim
-    options = RpcBackendOptions(secret=SECRET, bind_address="127.0.0.1")
+    options = RpcBackendOptions(
+        secret=SECRET, allow_plain_tcp=True, bind_address="127.0.0.1"
+    )
     _victim = Agent("victim", 0, 3, options)
     record = _victim.start()
     absent = [
@@ -227,6 +229,7 @@ def test_hostile_address_in_the_store_leads_nowhere(tmp_path, addresses):
         init_method=f"file://{path}",
         init_timeout=0.5,
         secret=SECRET,
+        allow_plain_tcp=True,
         bind_address="127.0.0.1",
     )
 

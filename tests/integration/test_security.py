@@ -108,6 +108,15 @@ def test_agent_without_a_secret_offers_unix_only(group):
     assert find_listening_ports() == before
 
 
+def test_agent_with_nothing_but_a_secret_offers_unix_only(group):
+    before = find_listening_ports()
+
+    _, record = group.add("w0", 0, secret=SECRET, allow_plain_tcp=False)
+
+    assert list(record.addresses) == ["unix"]
+    assert find_listening_ports() == before
+
+
 def test_agent_with_a_secret_listens_on_the_port_that_it_offers(group):
     before = find_listening_ports()
 

@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from gradwire._config import RpcBackendOptions
+from gradwire._config import RpcBackendOptions, TlsOptions
 from gradwire._ids import WorkerInfo
 from gradwire.rpc import functions
 from gradwire.rpc._api import (
@@ -34,6 +34,7 @@ __all__ = [
     "Future",
     "RRef",
     "RpcBackendOptions",
+    "TlsOptions",
     "WorkerInfo",
     "export",
     "functions",

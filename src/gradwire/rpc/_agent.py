@@ -41,7 +41,7 @@ from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._membership import Membership
 from gradwire.rpc._monitor import Monitor
-from gradwire.rpc._network import Network, usable_schemes
+from gradwire.rpc._network import Network
 from gradwire.rpc._packing import Packing
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
@@ -54,6 +54,7 @@ from gradwire.rpc._resending import (
     is_idempotent,
     may_be_sent_again,
 )
+from gradwire.rpc._schemes import find_credentials, usable_transports
 from gradwire.rpc._serving import (
     INTERNAL_PREFIX,
     POSITIONAL,
@@ -130,11 +131,12 @@ class Agent:
             self.serializer = PickleSerializer()
             self.targets = AnyTargets()
         secret = find_secret(options)
-        schemes = usable_schemes(options, secret)
+        credentials = find_credentials(options, name)
+        transports = usable_transports(options, secret, credentials)
         # From here on there are descriptors to close.
         self.pool = WorkerPool(name, options.num_worker_threads, self.turn_begins)
         self.network = Network(
-            self.info, world_size, options, secret, schemes, self.pool, self
+            self.info, world_size, options, secret, transports, self.pool, self
         )
         self.membership = Membership(self.network, self.pool.submit)
         self.departure = Departure(self)

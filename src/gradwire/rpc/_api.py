@@ -19,6 +19,7 @@ from gradwire.rpc._membership import Subscription
 from gradwire.rpc._open_group import MAX_SIZE, OpenGroup, claim_rank
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._rendezvous import Rendezvous
+from gradwire.rpc._schemes import find_credentials
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._store import (
     OPEN,
@@ -83,7 +84,8 @@ def init_rpc(
         backend: For code that was written for torch; only None is accepted.
 
     Raises:
-        UsageError: RPC is initialised already, or the name or rank is taken.
+        UsageError: RPC is initialised already, the name or rank is taken, or the
+            certificate for TLS is not one that other workers would accept.
         ConnectTimeout: Workers are missing; the message names them.
         ConnectError: The rendezvous store or an address cannot be used.
 
@@ -125,6 +127,7 @@ def start_worker(
             )
         _is_starting = True
     try:
+        find_credentials(options, name, quiet=True)  # before anybody waits for us
         if isinstance(world_size, str):
             session = _begin_open(name, rank, world_size, options, store)
         else:

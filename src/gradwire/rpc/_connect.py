@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gradwire._config import RpcBackendOptions
 from gradwire.errors import (
@@ -18,6 +18,7 @@ from gradwire.errors import (
     ConnectTimeout,
     GradwireError,
     HandshakeRefused,
+    ProtocolError,
 )
 from gradwire.rpc import _handshake
 from gradwire.rpc._handshake import AcceptorHandshake, InitiatorHandshake, PeerIdentity
@@ -26,9 +27,10 @@ from gradwire.rpc._log import log as _log
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._schemes import REMEDY_BETWEEN_HOSTS
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import readiness
-from gradwire.transport import Channel, Connection, Limits, Listener, get_transport
+from gradwire.transport import Channel, Connection, Limits, Listener, Transport
 
 __all__ = ["Acceptor", "Dialer", "limits_of"]
 
@@ -49,40 +51,43 @@ def limits_of(options: RpcBackendOptions) -> Limits:
 
 
 class Dialer:
-    """Opens connections to other workers."""
+    """Opens connections to other workers.
+
+    Args:
+        identify: Who this worker is.
+        secret: The cluster secret, None if there is none.
+        options: See `RpcBackendOptions`.
+        transports: The transports by their names, in order of preference.
+        host: This host.
+    """
 
     def __init__(
         self,
         identify: Callable[[], PeerIdentity],
         secret: bytes | None,
         options: RpcBackendOptions,
-        schemes: tuple[str, ...],
+        transports: Mapping[str, Transport],
         host: HostIdentity,
     ) -> None:
         self._identify = identify
         self._secret = secret
         self._options = options
-        self._schemes = schemes
+        self._transports = transports
         self._host = host
 
     def choose(self, record: WorkerRecord) -> str:
         """The transport for a worker: the first that both have and that reaches it."""
         same_host = self._host.is_same(record)
-        for scheme in self._schemes:
-            reaches = same_host or get_transport(scheme).capabilities.crosses_hosts
+        for scheme, transport in self._transports.items():
+            reaches = same_host or transport.capabilities.crosses_hosts
             if reaches and scheme in record.addresses:
                 return scheme
         where = "the same host" if same_host else "another host"
-        remedy = (
-            ""
-            if same_host or self._secret is not None
-            else "; workers on different hosts need a cluster secret on each of them (set "
-            "GRADWIRE_SECRET or RpcBackendOptions(secret=...))"
-        )
+        remedy = "" if same_host else f"; {REMEDY_BETWEEN_HOSTS}"
         raise ConnectError(
             f"worker {record.name!r} is on {where} and offers "
             f"{', '.join(sorted(record.addresses)) or 'no transport'}; this worker has "
-            f"{', '.join(self._schemes)}: no transport in common{remedy}",
+            f"{', '.join(self._transports)}: no transport in common{remedy}",
             worker=record.name,
         )
 
@@ -100,7 +105,7 @@ class Dialer:
         scheme = self.choose(record)
         left = deadline - time.monotonic()
         try:
-            transport = get_transport(scheme)
+            transport = self._transports[scheme]
             channel = interruptible(transport.connect, record.addresses[scheme], left)
         except ConnectError as error:
             raise ConnectError(
@@ -110,6 +115,11 @@ class Dialer:
             ) from error
         try:
             return self._shake_hands(channel, record, deadline)
+        except (ConnectError, ProtocolError) as error:
+            channel.close()
+            if error.worker is None:  # of the channel, which knows no workers
+                raise _name_worker(error, record) from error
+            raise
         except BaseException:
             channel.close()
             raise
@@ -124,6 +134,7 @@ class Dialer:
             target_name=record.name,
             secret=self._secret,
             peer_is_same_user=channel.peer_is_same_user,
+            objection_to=_certificate_of(channel),
         )
         channel.write(handshake.start())
         while not handshake.done:
@@ -136,7 +147,8 @@ class Dialer:
                 )
             data = channel.read(_READ_BYTES)
             if data is None:
-                interruptible(readiness(channel.fileno()), left * 1e3)
+                ready = readiness(channel.fileno(), write=channel.wants_write)
+                interruptible(ready, left * 1e3)
             elif not data:
                 raise ConnectError(
                     f"worker {record.name!r} closed the connection during the handshake",
@@ -150,6 +162,20 @@ class Dialer:
             raise AssertionError("a finished handshake knows the peer")
         offset = handshake.peer.clock - time.monotonic()
         return channel.upgrade(limits_of(self._options), handshake.leftover), offset
+
+
+def _certificate_of(channel: Channel) -> _handshake.ObjectionTo | None:
+    return channel.objection_to if channel.demands_certificate else None
+
+
+def _name_worker(
+    error: ConnectError | ProtocolError, record: WorkerRecord
+) -> ConnectError | ProtocolError:
+    """The same error, with the worker that was dialled."""
+    text = f"the handshake with worker {record.name!r} (rank {record.rank}) failed: {error}"
+    if isinstance(error, HandshakeRefused):
+        return HandshakeRefused(text, worker=record.name, code=error.code)
+    return type(error)(text, worker=record.name)
 
 
 def _feed(
@@ -230,7 +256,8 @@ class Acceptor:
                 )
                 channel.close()
                 continue
-            if self._secret is None and not channel.peer_is_same_user:
+            is_vouched_for = channel.peer_is_same_user or channel.demands_certificate
+            if self._secret is None and not is_vouched_for:
                 _log.warning(
                     "refused a connection from %s: it is not of the same user, and there "
                     "is no cluster secret",
@@ -246,6 +273,7 @@ class Acceptor:
             admit=self._admit,
             secret=self._secret,
             peer_is_same_user=channel.peer_is_same_user,
+            objection_to=_certificate_of(channel),
         )
         deadline = time.monotonic() + self._options.connect_timeout
         stranger = _Stranger(channel, handshake, deadline)
@@ -261,7 +289,7 @@ class Acceptor:
             while not handshake.done:
                 data = channel.read(_READ_BYTES)
                 if data is None:
-                    self._pool.poller.arm(fileno, True, False)
+                    self._pool.poller.arm(fileno, True, channel.wants_write)
                     return
                 if not data:
                     raise ConnectError("it closed the connection during the handshake")

@@ -19,6 +19,9 @@ Invariants:
    never mean the same record.
 4. ``peer`` is None until the peer is proven and admitted.
 
+Inside of TLS a secret is not needed: then a certificate says which names the peer may
+bear, and whoever bears another one is refused.
+
 The proofs say who connects. They do not protect what is sent afterwards; that is TLS's
 job.
 """
@@ -44,6 +47,7 @@ from gradwire.errors import (
     VersionMismatch,
 )
 from gradwire.rpc._handshake_records import (
+    CERTIFICATE,
     CLOSING,
     GLARE,
     HEADER,
@@ -79,6 +83,7 @@ from gradwire.rpc._handshake_records import (
 )
 
 __all__ = [
+    "CERTIFICATE",
     "CLOSING",
     "GLARE",
     "IDENTITY",
@@ -101,6 +106,8 @@ __all__ = [
 _REMEDY = "set GRADWIRE_SECRET or GRADWIRE_SECRET_FILE to the same value on all workers"
 
 Admit = Callable[[PeerIdentity], Refusal | None]
+ObjectionTo = Callable[[str], str | None]
+"""Why the certificate of the peer does not allow it this name; None if it does."""
 
 _BodyT = TypeVar("_BodyT", bound=Body)
 
@@ -114,6 +121,7 @@ class _Handshake(ABC):
         *,
         secret: bytes | None,
         peer_is_same_user: bool,
+        objection_to: ObjectionTo | None,
         nonce: bytes | None = None,
     ) -> None:
         check_identity(identity)
@@ -122,6 +130,7 @@ class _Handshake(ABC):
         self._identity = identity
         self._secret = secret
         self._peer_is_same_user = peer_is_same_user
+        self._objection_to = objection_to
         self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
         check_nonce(self._nonce)
         self._buffer = b""
@@ -335,11 +344,12 @@ class _Handshake(ABC):
         )
 
     def _check_user(self) -> None:
-        if self._secret is None and not self._peer_is_same_user:
+        is_vouched_for = self._peer_is_same_user or self._objection_to is not None
+        if self._secret is None and not is_vouched_for:
             raise self._refuse(
                 USER,
-                "without a cluster secret only Unix sockets between processes of the "
-                f"same user are allowed; {_REMEDY}",
+                "without a cluster secret only TLS and Unix sockets between processes of "
+                f"the same user are allowed; {_REMEDY}",
             )
 
     def _check_serializer(self) -> None:
@@ -348,6 +358,13 @@ class _Handshake(ABC):
         refusal = refusal_of_serializer(self._identity, self._claimed)
         if refusal is not None:
             raise self._refuse(refusal.code, refusal.reason)
+
+    def _check_certificate(self, name: str) -> None:
+        if self._objection_to is None:
+            return
+        objection = self._objection_to(name)
+        if objection is not None:
+            raise self._refuse(CERTIFICATE, objection)
 
     def _peer_text(self) -> str:
         if self._claimed is None:
@@ -381,7 +398,9 @@ class InitiatorHandshake(_Handshake):
         target_name: Its name, None for any.
         secret: The cluster secret, None if there is none.
         peer_is_same_user: Whether the kernel vouches that the peer is a process of this
-            user on this host. Without a secret it must be.
+            user on this host. Without a secret it must be, or have a certificate.
+        objection_to: What the peer's certificate has against a name; None if there is
+            no certificate.
         nonce: Fixed random bytes, for tests.
     """
 
@@ -394,10 +413,15 @@ class InitiatorHandshake(_Handshake):
         target_name: str | None = None,
         secret: bytes | None,
         peer_is_same_user: bool,
+        objection_to: ObjectionTo | None = None,
         nonce: bytes | None = None,
     ) -> None:
         super().__init__(
-            identity, secret=secret, peer_is_same_user=peer_is_same_user, nonce=nonce
+            identity,
+            secret=secret,
+            peer_is_same_user=peer_is_same_user,
+            objection_to=objection_to,
+            nonce=nonce,
         )
         check_rank(target_rank)
         check_incarnation(target_incarnation, least=0)
@@ -447,6 +471,7 @@ class InitiatorHandshake(_Handshake):
         # First the proof: what a stranger says of itself is not worth comparing.
         self._check_proof(body.proof, self._prove(b"acceptor", self._hello, unproven))
         self._check_target(body)
+        self._check_certificate(body.name)
         self._proof_sent = True
         proof = self._prove(b"initiator", self._hello, record)
         return pack(Kind.PROOF, Proof(proof))
@@ -487,7 +512,9 @@ class AcceptorHandshake(_Handshake):
             not come in (its name is taken, we are closing, ...) or None.
         secret: The cluster secret, None if there is none.
         peer_is_same_user: Whether the kernel vouches that the peer is a process of this
-            user on this host. Without a secret it must be.
+            user on this host. Without a secret it must be, or have a certificate.
+        objection_to: What the peer's certificate has against a name; None if there is
+            no certificate.
         nonce: Fixed random bytes, for tests.
     """
 
@@ -498,10 +525,15 @@ class AcceptorHandshake(_Handshake):
         admit: Admit,
         secret: bytes | None,
         peer_is_same_user: bool,
+        objection_to: ObjectionTo | None = None,
         nonce: bytes | None = None,
     ) -> None:
         super().__init__(
-            identity, secret=secret, peer_is_same_user=peer_is_same_user, nonce=nonce
+            identity,
+            secret=secret,
+            peer_is_same_user=peer_is_same_user,
+            objection_to=objection_to,
+            nonce=nonce,
         )
         self._admit = admit
         self._challenge = b""
@@ -525,6 +557,7 @@ class AcceptorHandshake(_Handshake):
         body = self._decode(record, Hello)
         self._take_identity(body)
         self._check_user()
+        self._check_certificate(body.name)
         me = self._identity
         if body.target_rank != me.rank or body.target_incarnation not in (
             0,

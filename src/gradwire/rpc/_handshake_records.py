@@ -17,6 +17,7 @@ from gradwire._ids import check_rank, check_worker_name
 from gradwire.errors import LocalProtocolError
 
 __all__ = [
+    "CERTIFICATE",
     "CLOSING",
     "GLARE",
     "HEADER",
@@ -61,6 +62,7 @@ MAX_REASON_LENGTH = 400
 
 SECRET = "secret"
 USER = "user"
+CERTIFICATE = "certificate"
 VERSION = "version"
 IDENTITY = "identity"
 TAKEN = "taken"
@@ -69,7 +71,18 @@ CLOSING = "closing"
 SERIALIZER = "serializer"
 PROTOCOL = "protocol"
 REFUSAL_CODES = frozenset(
-    {SECRET, USER, VERSION, IDENTITY, TAKEN, GLARE, CLOSING, SERIALIZER, PROTOCOL}
+    {
+        SECRET,
+        USER,
+        CERTIFICATE,
+        VERSION,
+        IDENTITY,
+        TAKEN,
+        GLARE,
+        CLOSING,
+        SERIALIZER,
+        PROTOCOL,
+    }
 )
 
 SAFE = "safe"

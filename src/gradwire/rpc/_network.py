@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gradwire._config import RpcBackendOptions
@@ -32,37 +32,19 @@ from gradwire.rpc._link import Link, LinkOwner
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._schemes import warn_if_readable
 from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc._turn import about_to_block
-from gradwire.transport import Connection, Listener, channel_pair, get_transport
+from gradwire.transport import (
+    Connection,
+    Listener,
+    Transport,
+    channel_pair,
+    get_transport,
+)
 from gradwire.transport._tcp import format_address, parse_address
 
-__all__ = ["Network", "NetworkOwner", "usable_schemes"]
-
-_DEFAULT_SCHEMES = ("unix", "tcp")
-
-
-def usable_schemes(options: RpcBackendOptions, secret: bytes | None) -> tuple[str, ...]:
-    """The transports that this worker can use, in order of preference."""
-    schemes = options.transports or _DEFAULT_SCHEMES
-    usable = []
-    for scheme in schemes:
-        transport = get_transport(scheme)
-        if transport.capabilities.needs_secret and secret is None:
-            if options.transports is not None:
-                raise ConnectError(
-                    f"transport {scheme!r} needs a cluster secret: set GRADWIRE_SECRET "
-                    "or RpcBackendOptions(secret=...) to the same value on all workers"
-                )
-            continue
-        if transport.is_available():
-            usable.append(scheme)
-    if not usable:
-        raise ConnectError(
-            f"none of the transports {', '.join(schemes)} can be used here; without "
-            "Unix sockets a cluster secret is needed: set GRADWIRE_SECRET"
-        )
-    return tuple(usable)
+__all__ = ["Network", "NetworkOwner"]
 
 
 class NetworkOwner(LinkOwner, Protocol):
@@ -89,7 +71,7 @@ class Network:
         world_size: int,
         options: RpcBackendOptions,
         secret: bytes | None,
-        schemes: tuple[str, ...],
+        transports: Mapping[str, Transport],
         pool: WorkerPool,
         owner: NetworkOwner,
     ) -> None:
@@ -98,11 +80,11 @@ class Network:
         self._info = info
         self._world_size = world_size
         self._options = options
-        self._schemes = schemes
+        self._transports = transports
         self._pool = pool
         self._owner = owner
         self._host = identify_host()
-        self._dialer = Dialer(self._identify, secret, options, schemes, self._host)
+        self._dialer = Dialer(self._identify, secret, options, transports, self._host)
         self._acceptor = Acceptor(
             pool, self._identify, secret, options, self._admit, self._on_accepted
         )
@@ -122,14 +104,14 @@ class Network:
         listeners: list[Listener] = []
         label = f"gradwire-{self.incarnation:016x}"
         try:
-            for scheme in self._schemes:
-                transport = get_transport(scheme)
+            for scheme, transport in self._transports.items():
                 host = ""
                 if transport.capabilities.crosses_hosts:
                     advertised = find_address(
                         self._options, rendezvous_host(self._options)
                     )
                     host = self._options.bind_address or advertised
+                    warn_if_readable(transport, host)
                 listener = transport.listen(host, self._options.port, label)
                 listeners.append(listener)
                 addresses[scheme] = listener.address

@@ -19,14 +19,20 @@ _PREEMPTED_S = 500e-6
 _FEWEST_SKIPPED, _MOST_SKIPPED = 8, 512
 
 
-def readiness(*filenos: int) -> Callable[[float], object]:
-    """A function that waits up to so many milliseconds for any descriptor to be readable."""
+def readiness(*filenos: int, write: bool = False) -> Callable[[float], object]:
+    """A function that waits up to so many milliseconds for any descriptor to be readable.
+
+    Args:
+        filenos: The descriptors.
+        write: Also wait for any of them to be writable.
+    """
     if hasattr(select, "poll"):
         poll = select.poll()
         for fileno in filenos:
-            poll.register(fileno, select.POLLIN)
+            poll.register(fileno, select.POLLIN | (select.POLLOUT if write else 0))
         return poll.poll
-    return lambda ms: select.select(filenos, [], [], ms / 1e3)[0]
+    writers = filenos if write else ()
+    return lambda ms: any(select.select(filenos, writers, [], ms / 1e3))
 
 
 # The peer itself may have been put on this very core: then it must run now, or both lose.

@@ -7,6 +7,7 @@ from importlib import metadata
 
 from gradwire.transport._inproc import InprocTransport
 from gradwire.transport._tcp import TcpTransport
+from gradwire.transport._tls import TlsTransport
 from gradwire.transport._unix import UnixTransport
 from gradwire.transport.base import Transport
 
@@ -17,7 +18,8 @@ ENTRY_POINTS = "gradwire.transports"
 # Guards `_transports` and `_outsiders_loaded`; any thread may register or look up.
 _lock = threading.Lock()
 _transports: dict[str, Transport] = {
-    t.scheme: t for t in (UnixTransport(), TcpTransport(), InprocTransport())
+    t.scheme: t
+    for t in (UnixTransport(), TcpTransport(), TlsTransport(), InprocTransport())
 }
 _outsiders_loaded = False
 

@@ -21,7 +21,13 @@ from gradwire.transport.base import Channel, Connection, Limits, Listener
 _MAX_DESCRIPTORS = 16
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-__all__ = ["SocketChannel", "SocketListener", "connect_socket"]
+__all__ = [
+    "SocketChannel",
+    "SocketListener",
+    "connect_socket",
+    "prepare_socket",
+    "wrap_socket",
+]
 
 
 class SocketChannel(Channel):
@@ -119,10 +125,13 @@ class SocketListener(Listener):
                 return None
             raise
         try:
-            return wrap_socket(self._scheme, sock, address, self._shares_memory)
+            return self._make_channel(sock, address)
         except OSError:
             sock.close()
             return None
+
+    def _make_channel(self, sock: socket.socket, address: object) -> Channel:
+        return wrap_socket(self._scheme, sock, address, self._shares_memory)
 
     def close(self) -> None:
         self._sock.close()
@@ -132,14 +141,18 @@ def wrap_socket(
     scheme: str, sock: socket.socket, address: object, shares_memory: bool
 ) -> SocketChannel:
     """A channel on a connected socket, with the options that the transport wants."""
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        description = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
-    else:
-        description = f"process {_peer_process(sock)}"
+    description = prepare_socket(sock, address)
     return SocketChannel(
         scheme, sock, description=description, shares_memory=shares_memory
     )
+
+
+def prepare_socket(sock: socket.socket, address: object) -> str:
+    """Sets the options of a connected socket; returns who is at its other end."""
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else ""
+    return f"process {_peer_process(sock)}"
 
 
 def connect_socket(sock: socket.socket, address: object, timeout_s: float) -> None:

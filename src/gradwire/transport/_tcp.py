@@ -8,7 +8,13 @@ from gradwire.errors import ConnectError
 from gradwire.transport._sockets import SocketListener, connect_socket, wrap_socket
 from gradwire.transport.base import Capabilities, Channel, Listener, Transport
 
-__all__ = ["TcpTransport", "format_address", "parse_address"]
+__all__ = [
+    "TcpTransport",
+    "format_address",
+    "open_connection",
+    "open_listener",
+    "parse_address",
+]
 
 
 class TcpTransport(Transport):
@@ -23,35 +29,45 @@ class TcpTransport(Transport):
         return True
 
     def listen(self, host: str, port: int, label: str) -> Listener:
-        try:
-            family, address = _resolve(host, port)
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise ConnectError(f"cannot listen on {host!r}: {error}") from error
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(1024)
-        except OSError as error:
-            sock.close()
-            raise ConnectError(
-                f"cannot listen on {format_address(host, port)}: {error}; choose another "
-                "address or port in RpcBackendOptions"
-            ) from error
-        bound = sock.getsockname()
-        return SocketListener(
-            "tcp", sock, format_address(bound[0], bound[1]), shares_memory=False
-        )
+        sock, address = open_listener(host, port)
+        return SocketListener("tcp", sock, address, shares_memory=False)
 
     def connect(self, address: str, timeout_s: float) -> Channel:
-        host, port = parse_address(address)
-        try:
-            family, target = _resolve(host, port)
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise ConnectError(f"cannot connect to {address}: {error}") from error
-        connect_socket(sock, target, timeout_s)
+        sock, target = open_connection(address, timeout_s)
         return wrap_socket("tcp", sock, target, shares_memory=False)
+
+
+def open_listener(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens, and the address that it was bound to."""
+    try:
+        family, address = _resolve(host, port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConnectError(f"cannot listen on {host!r}: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1024)
+    except OSError as error:
+        sock.close()
+        raise ConnectError(
+            f"cannot listen on {format_address(host, port)}: {error}; choose another "
+            "address or port in RpcBackendOptions"
+        ) from error
+    bound = sock.getsockname()
+    return sock, format_address(bound[0], bound[1])
+
+
+def open_connection(address: str, timeout_s: float) -> tuple[socket.socket, object]:
+    """A socket that is connected to an address, and what the address resolved to."""
+    host, port = parse_address(address)
+    try:
+        family, target = _resolve(host, port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConnectError(f"cannot connect to {address}: {error}") from error
+    connect_socket(sock, target, timeout_s)
+    return sock, target
 
 
 def format_address(host: str, port: int) -> str:

@@ -19,9 +19,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from gradwire.transport._tls_credentials import TlsCredentials
 
 __all__ = [
     "Capabilities",
@@ -67,8 +70,12 @@ class Capabilities:
 
     crosses_hosts: bool
     needs_secret: bool
-    """Whether the peer's operating-system user cannot be told, so a secret must."""
+    """Whether nothing but a secret tells who the peer is: no user, no certificate."""
     shared_memory: bool
+    needs_certificate: bool = False
+    """Whether it works only as `Transport.with_credentials` returns it."""
+    encrypts: bool = False
+    """Whether nobody on the way can read or change what is sent."""
 
 
 class Ticket(ABC):
@@ -164,13 +171,31 @@ class Connection(ABC):
 class Channel(ABC):
     """A byte stream for the handshake; non-blocking."""
 
+    wants_write: bool = False
+    """After `read` returned None: poll for writing as well, the channel has to write."""
+    demands_certificate: bool = False
+    """Whether no byte gets through from a peer without a certificate that we trust."""
+
+    def objection_to(self, name: str) -> str | None:
+        """Why the peer is not the worker of this name; None if it may be.
+
+        Called when the peer has said who it is. Only certificates know better.
+        """
+        return None
+
     @abstractmethod
     def fileno(self) -> int:
         """The descriptor to poll."""
 
     @abstractmethod
     def read(self, limit: int) -> bytes | None:
-        """Up to ``limit`` bytes; None if there are none yet; b"" at the end."""
+        """Up to ``limit`` bytes; None if there are none yet; b"" at the end.
+
+        Raises:
+            HandshakeRefused: The peer's certificate is not good enough, or it says that
+                ours is not.
+            RemoteProtocolError: The peer does not speak what the channel speaks.
+        """
 
     @abstractmethod
     def write(self, data: bytes) -> None:
@@ -232,6 +257,13 @@ class Transport(ABC):
 
     scheme: str
     capabilities: Capabilities
+
+    def with_credentials(self, credentials: TlsCredentials) -> Transport:
+        """This transport, for an agent that proves who it is by a certificate.
+
+        Only transports whose `Capabilities.needs_certificate` is set are asked.
+        """
+        raise AssertionError(f"transport {self.scheme!r} uses no certificates")
 
     @abstractmethod
     def is_available(self) -> bool:

@@ -14,6 +14,7 @@ from gradwire.rpc._handshake import CLOSING, GLARE, IDENTITY, TAKEN, PeerIdentit
 from gradwire.rpc._host import HostIdentity
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._records import WorkerRecord
+from gradwire.transport import get_transport
 
 LINK: Any = object()  # only its presence counts
 
@@ -171,7 +172,8 @@ def make_dialer(
     def identify() -> PeerIdentity:
         return PeerIdentity("w0", 0, 10, 0.0)
 
-    return Dialer(identify, secret, RpcBackendOptions(), schemes, host)
+    transports = {scheme: get_transport(scheme) for scheme in schemes}
+    return Dialer(identify, secret, RpcBackendOptions(), transports, host)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +204,13 @@ def test_no_common_transport_is_a_clear_error():
     assert error.value.worker == "w1"
 
 
-def test_other_host_without_a_secret_says_what_to_do():
-    dialer = make_dialer(("unix",), secret=None)
+@pytest.mark.parametrize("secret", [None, b"secret"])
+def test_other_host_without_a_way_says_what_to_do(secret):
+    dialer = make_dialer(("unix",), secret=secret)
 
-    with pytest.raises(ConnectError, match=r"another host.*GRADWIRE_SECRET"):
+    with pytest.raises(
+        ConnectError, match=r"another host.*gradwire certs.*allow_plain_tcp=True"
+    ):
         dialer.choose(make_record(OTHER_HOST, unix="label"))
 
 

@@ -33,16 +33,16 @@ class _EntryPoint:
 
 
 def test_known_transports_are_sorted():
-    assert known_transports() == ["inproc", "tcp", "unix"]
+    assert known_transports() == ["inproc", "tcp", "tls", "unix"]
 
 
-@pytest.mark.parametrize("scheme", ["inproc", "tcp", "unix"])
+@pytest.mark.parametrize("scheme", ["inproc", "tcp", "tls", "unix"])
 def test_transport_is_found_by_its_scheme(scheme):
     assert get_transport(scheme).scheme == scheme
 
 
 def test_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'pigeon'; known are inproc, tcp, unix"):
+    with pytest.raises(ValueError, match="'pigeon'; known are inproc, tcp, tls, unix"):
         get_transport("pigeon")
 
 
@@ -52,7 +52,7 @@ def test_registered_transport_is_found():
     register_transport(pigeon)
 
     assert get_transport("pigeon") is pigeon
-    assert known_transports() == ["inproc", "pigeon", "tcp", "unix"]
+    assert known_transports() == ["inproc", "pigeon", "tcp", "tls", "unix"]
 
 
 def test_duplicate_transport_is_refused():
