@@ -45,13 +45,12 @@ class Releases:
         """Contexts are over; we tell those whom we know in them."""
         for key in message.keys:
             name = ContextName(key, message.incarnation)
-            if message.lost and opener_of(key) == self._exchange.me:
-                continue  # others do not reach us; our own contexts end when we say so
+            if message.lost and self._knows_better(name):
+                continue
             side = self._registry.drop(name)
             if message.lost:
-                self._registry.mark_broken(
-                    name, self._exchange.describe(_loss(message))
-                )
+                loss = _hearsay(peer, message)
+                self._registry.mark_broken(name, self._exchange.describe(loss))
             elif not is_implicit(key):
                 self._end_broken(name, message, peer.info.id)
             if side is not None and side.is_implicit:
@@ -71,6 +70,23 @@ class Releases:
             message = Release(incarnation, [key], lost=peer.info.name)
             self._tell(side, message, peer.info.id)
         self.end(side, error)
+
+    def _knows_better(self, name: ContextName) -> bool:
+        """Whether we would notice ourselves that the opener of a context is lost.
+
+        The one who says so may only have lost its own way to it. If the opener lives,
+        it has lost that member, and ends the context itself.
+        """
+        opener = opener_of(name.key)
+        if opener == self._exchange.me:
+            return True
+        return any(
+            peer.info.id == opener
+            and peer.incarnation == name.incarnation
+            and peer.link is not None
+            and peer.is_usable
+            for peer in self._exchange.agent.network.peers()
+        )
 
     def _end_broken(self, name: ContextName, message: Release, sender: int) -> None:
         """Contexts that were dropped here before are over; others may not know."""
@@ -137,8 +153,11 @@ class Releases:
         side.forget_graph()
 
 
-def _loss(message: Release) -> PeerLostError:
+def _hearsay(peer: Peer, message: Release) -> PeerLostError:
+    # If the opener lives after all and asks, it is this pair that has come apart, and
+    # the lost one is, for the opener, the other.
+    name = peer.info.name
     return PeerLostError(
-        f"worker {message.lost!r}, which opened the context, is lost",
-        worker=message.lost,
+        f"worker {name!r} has lost worker {message.lost!r}, which opened the context",
+        worker=name,
     )
