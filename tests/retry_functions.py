@@ -60,6 +60,21 @@ def parameters(seed: int) -> list[Tensor]:
     return list(layer(seed).parameters())
 
 
+def parameters_but_one(seed: int) -> list[Tensor]:
+    return parameters(seed)[1:]
+
+
+def apply_layer(seed: int, x: Tensor) -> Tensor:
+    return layer(seed)(x)
+
+
+class Odd:
+    """A hyperparameter that no snapshot can hold."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
 def references(seed: int) -> list[RRef[Tensor]]:
     return [RRef(parameter) for parameter in parameters(seed)]
 
@@ -112,22 +127,38 @@ def loss_of(number: int) -> Tensor:
 
 
 def expected_training(
-    optimizer_class: Any, num_steps: int, **options: Any
+    optimizer_class: Any,
+    num_steps: int,
+    *,
+    owners: int = 2,
+    gamma: float = 1.0,
+    **options: Any,
 ) -> tuple[list[float], list[Tensor]]:
-    """Losses, and parameters at the end, of the same training in one process."""
-    first, second = Layer(0), Layer(1)
-    trained = [*first.parameters(), *second.parameters()]
+    """Losses, and parameters at the end, of the same training in one process.
+
+    Args:
+        optimizer_class: One of torch's.
+        num_steps: How many.
+        owners: Of how many owners the parameters are trained.
+        gamma: The learning rate is multiplied by this after each step.
+        options: For the optimizer.
+    """
+    layers = [Layer(0), Layer(1)]
+    trained = [p for layer in layers[:owners] for p in layer.parameters()]
     optimizer = optimizer_class(trained, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
     losses = []
     for number in range(num_steps):
         x, target = data_of(number)
         optimizer.zero_grad()
-        y = second(Bend.apply(first(x)), with_spare=True)
+        y = layers[1](Bend.apply(layers[0](x)), with_spare=True)
         loss = ((y - target) ** 2).sum()
         loss.backward()
         optimizer.step()
+        if gamma != 1.0:
+            scheduler.step()
         losses.append(loss.item())
-    return losses, [parameter.detach() for parameter in trained]
+    return losses, [p.detach() for layer in layers for p in layer.parameters()]
 
 
 def parameters_now() -> list[Tensor]:

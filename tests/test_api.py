@@ -44,8 +44,10 @@ ERROR_NAMES = [
     "ProtocolError",
     "RemoteError",
     "RemoteProtocolError",
+    "RolledBack",
     "SerializationError",
     "ShutdownTimeout",
+    "SnapshotError",
     "TransportError",
     "UnknownContext",
     "UnknownWorker",
@@ -179,6 +181,8 @@ EXTENSION_NAMES = [
 OPTIM_NAMES = [
     "DistributedOptimizer",
     "OwnersFailed",
+    "ParametersOf",
+    "Snapshots",
     "clip_grad_norm_",
 ]
 

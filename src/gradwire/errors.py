@@ -14,12 +14,14 @@
       LimitExceeded                   a worker asked for more than another one grants it
       AutogradError(RuntimeError)     BackwardFailed, GraphConsumed, ForeignGraph
       NotRepeatable                   a step was applied in part, or its error came late
+      RolledBack                      steps were undone, the program has to repeat them
+      SnapshotError                   a saved state is missing or damaged
 
 The tree is split by what the caller can do about it: mend the program (UsageError,
 AutogradError, SerializationError), wait or go on without a worker (TransportError,
 DeadlineExceeded), ask for less (LimitExceeded), report a bug or a stranger
 (ProtocolError), look at the other worker (RemoteError), or begin again from a saved
-state (NotRepeatable).
+state (NotRepeatable, RolledBack).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 
 Every error keeps its facts as attributes and survives pickling.
@@ -64,8 +66,10 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "RemoteProtocolError",
+    "RolledBack",
     "SerializationError",
     "ShutdownTimeout",
+    "SnapshotError",
     "TransportError",
     "UnknownContext",
     "UnknownWorker",
@@ -488,6 +492,24 @@ class LimitExceeded(GradwireError):
     ) -> None:
         super().__init__(message, worker=worker)
         self.limit, self.value, self.peer = limit, value, peer
+
+
+class RolledBack(GradwireError):
+    """Owners of parameters were taken back to a snapshot; later steps are undone.
+
+    Attributes:
+        step: How many steps are still made: go on with this one, counted from 0.
+    """
+
+    def __init__(
+        self, message: str = "", *, worker: str | None = None, step: int = 0
+    ) -> None:
+        super().__init__(message, worker=worker)
+        self.step = step
+
+
+class SnapshotError(GradwireError):
+    """A snapshot is missing, damaged, or of something else."""
 
 
 class RemoteError(GradwireError):

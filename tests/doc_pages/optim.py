@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire import autograd, optim, rpc
+from gradwire import autograd, errors, optim, rpc
+
+__all__ = ["errors", "functools", "partial"]
 
 WORKERS = ("alice", "bob")
+
+directory = f"{tempfile.gettempdir()}/gradwire-docs-{os.getpid()}"
+num_steps = 2
 
 criterion = nn.MSELoss()
 batches = [(torch.ones(4, 3), torch.zeros(4, 2)) for _ in range(2)]
@@ -39,10 +49,16 @@ def around(code: str) -> Iterator[None]:
         if "optimizer.step(ctx)" in code and "backward" not in code:
             ctx.backward(names["loss"])
         yield
+    shutil.rmtree(directory, ignore_errors=True)
     if "def closure" in code:
         with autograd.context() as ctx:
             names["ctx"] = ctx
             names["optimizer"].step(ctx, closure=names["closure"])
+
+
+def train_step(number: int, ctx: autograd.Context) -> None:
+    ctx.backward(compute())
+    globals()["optimizer"].step(ctx)
 
 
 def compute() -> Tensor:

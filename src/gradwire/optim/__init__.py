@@ -15,5 +15,13 @@ from __future__ import annotations
 from gradwire.optim._clip import clip_grad_norm_
 from gradwire.optim._optimizer import DistributedOptimizer
 from gradwire.optim._owners import OwnersFailed
+from gradwire.optim._snapshots import Snapshots
+from gradwire.optim._sources import ParametersOf
 
-__all__ = ["DistributedOptimizer", "OwnersFailed", "clip_grad_norm_"]
+__all__ = [
+    "DistributedOptimizer",
+    "OwnersFailed",
+    "ParametersOf",
+    "Snapshots",
+    "clip_grad_norm_",
+]

@@ -26,15 +26,24 @@ from torch import Tensor
 
 from gradwire.optim._closures import Evaluations
 from gradwire.optim._gradients import drop_gradients, find_gradients
+from gradwire.optim._keeping import Keeper
 from gradwire.optim._known import find_optimizer
 from gradwire.optim._locks import Held, find_locks, hold, try_hold
+from gradwire.optim._places import Place
 from gradwire.optim._protocol import Mark, OwnerRecord
 from gradwire.optim._references import values_of
 from gradwire.optim._trial import Trial
 from gradwire.rpc import RRef, get_worker_info
 from gradwire.rpc.extension import for_agents, methods_for_agents
 
-__all__ = ["Changes", "Group", "LocalOptimizer", "make_local_optimizer"]
+__all__ = [
+    "Changes",
+    "Group",
+    "LocalOptimizer",
+    "Look",
+    "Saving",
+    "make_local_optimizer",
+]
 
 Changes = dict[int, dict[str, Any]]
 """New values of hyperparameters, by number of the group."""
@@ -76,6 +85,21 @@ def make_local_optimizer(
     return RRef(local), local.defaults, local.hyperparameters()
 
 
+class Saving(NamedTuple):
+    """A request for a snapshot, besides which only one other is kept."""
+
+    kept: Mark | None
+
+
+class Look(NamedTuple):
+    """What an owner is asked for after a loss."""
+
+    mark: Mark
+    """The state that it is in."""
+    saved: list[Mark] | None
+    """Of which states it has snapshots; None: they cannot be reached."""
+
+
 class _Pending(NamedTuple):
     """A step that was prepared. It ends with this object: then nothing has happened."""
 
@@ -83,7 +107,12 @@ class _Pending(NamedTuple):
     held: Held
 
 
-@methods_for_agents("step", "zero_grad", "state_dict", "load_state_dict")
+# Not those for snapshots: where workers do not trust each other, none may say where
+# another one writes.
+@methods_for_agents(
+    *("step", "prepare", "commit", "abort", "step_alone", "look"),
+    *("zero_grad", "state_dict", "load_state_dict"),
+)
 class LocalOptimizer:
     """A torch optimizer for parameters of this worker; see `make_local_optimizer`.
 
@@ -118,6 +147,7 @@ class LocalOptimizer:
         self._transaction_lock = threading.Lock()
         self._record = OwnerRecord()
         self._pending: _Pending | None = None
+        self._keeper: Keeper | None = None
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -162,7 +192,12 @@ class LocalOptimizer:
     # ------------------------------------------------------------------- in two phases
 
     def prepare(
-        self, mark: Mark, priority: int, context_id: int | None, changes: Changes
+        self,
+        mark: Mark,
+        priority: int,
+        context_id: int | None,
+        changes: Changes,
+        saving: Saving | None = None,
     ) -> bool:
         """Makes a step that nobody sees; the parameters are locked until its end.
 
@@ -171,10 +206,12 @@ class LocalOptimizer:
             priority: Of several transactions the one with the lowest comes first.
             context_id: Whose gradients to use; None: ``.grad``.
             changes: Hyperparameters that have changed.
+            saving: Make a snapshot of that state.
 
         Returns:
             False: another transaction has the parameters, and comes first.
         """
+        mark = Mark(*mark)  # it may have come as a plain tuple
         with self._transaction_lock:
             if not self._record.may_prepare(mark):
                 return False
@@ -182,7 +219,7 @@ class LocalOptimizer:
         if held is None:
             return False
         try:
-            trial = self._try_step(context_id, changes)
+            trial = self._try_step(mark, context_id, changes, saving)
         except BaseException:
             held.release()
             raise
@@ -198,6 +235,7 @@ class LocalOptimizer:
 
     def commit(self, mark: Mark) -> None:
         """Shows a step that was prepared; nothing if that was done before."""
+        mark = Mark(*mark)
         with self._transaction_lock:
             pending = self._pending if self._record.commit(mark) else None
             if pending is not None:
@@ -207,6 +245,9 @@ class LocalOptimizer:
 
     def abort(self, mark: Mark) -> None:
         """Undoes a step that was prepared, or will be."""
+        mark = Mark(*mark)
+        if self._keeper is not None:
+            self._keeper.drop(mark)
         with self._transaction_lock:
             pending = self._pending if self._record.abort(mark) else None
             if pending is not None:
@@ -214,16 +255,29 @@ class LocalOptimizer:
                 pending.trial.undo()
                 pending.held.release()
 
-    def step_alone(self, mark: Mark, context_id: int | None, changes: Changes) -> None:
+    def step_alone(
+        self,
+        mark: Mark,
+        context_id: int | None,
+        changes: Changes,
+        saving: Saving | None = None,
+    ) -> None:
         """Both phases at once, for the only owner."""
+        mark = Mark(*mark)
         with hold(self._locks):
-            trial = self._try_step(context_id, changes)
+            trial = self._try_step(mark, context_id, changes, saving)
             with self._transaction_lock:
                 self._record.prepare(mark)
                 self._record.commit(mark)
             trial.show()
 
-    def _try_step(self, context_id: int | None, changes: Changes) -> Trial:
+    def _try_step(
+        self,
+        mark: Mark,
+        context_id: int | None,
+        changes: Changes,
+        saving: Saving | None,
+    ) -> Trial:
         """The caller has the locks."""
         self._share_memory()
         trial = Trial(self._optimizer, self.parameters, self._stand_ins)
@@ -231,6 +285,8 @@ class LocalOptimizer:
             self._apply(changes)
             self._take_gradients(context_id)
             trial.step()
+            if saving is not None:
+                self._snapshots().save(mark, saving.kept)
         except BaseException:
             trial.undo()
             raise
@@ -238,6 +294,49 @@ class LocalOptimizer:
             for stand_in in self._stand_ins:
                 stand_in.grad = None
         return trial
+
+    # ----------------------------------------------------------------------- snapshots
+
+    def attach(self, place: Place) -> list[Mark]:
+        """Says where snapshots are kept; returns those that are there."""
+        self._keeper = Keeper(place, self._optimizer, self._stand_ins)
+        return place.marks()
+
+    def keep(self, mark: Mark, changes: Changes, kept: Mark | None) -> None:
+        """Makes a snapshot of the present state, which gets a mark by this."""
+        with hold(self._locks):
+            self._apply(changes)
+            self._share_memory()
+            self._snapshots().save(mark, kept)
+            self._set_record(mark)
+
+    def restore(self, mark: Mark) -> list[dict[str, Any]]:
+        """Goes to a state of which there is a snapshot; returns hyperparameters."""
+        with self._transaction_lock:
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.trial.undo()
+            pending.held.release()
+        with hold(self._locks):
+            self._share_memory()
+            self._snapshots().restore(mark)
+            self._set_record(mark)
+            return self.hyperparameters()
+
+    def look(self) -> Look:
+        """Where this owner is."""
+        with self._transaction_lock:
+            mark = self._record.mark
+        return Look(mark, None if self._keeper is None else self._keeper.find_marks())
+
+    def _set_record(self, mark: Mark) -> None:
+        with self._transaction_lock:
+            self._record = OwnerRecord(mark)
+
+    def _snapshots(self) -> Keeper:
+        if self._keeper is None:
+            raise AssertionError("nobody has said where snapshots are kept")
+        return self._keeper
 
     # ------------------------------------------------------------------- with closures
 

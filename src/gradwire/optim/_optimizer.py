@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.autograd.extension import check_repeatable
-from gradwire.errors import UsageError
+from gradwire.errors import NotRepeatable, RolledBack, UsageError
 from gradwire.optim._closures import (
     Evaluations,
     decides_itself,
@@ -20,62 +20,18 @@ from gradwire.optim._closures import (
 )
 from gradwire.optim._gradients import Source, check_context, find_source
 from gradwire.optim._known import name_optimizer
-from gradwire.optim._local import (
-    Changes,
-    Group,
-    LocalOptimizer,
-    make_local_optimizer,
-)
+from gradwire.optim._local import Changes, Group, Look, make_local_optimizer
 from gradwire.optim._owners import ask_all
-from gradwire.optim._references import check_references
+from gradwire.optim._protocol import Mark, find_common
+from gradwire.optim._recovery import look_at, refuse_found
+from gradwire.optim._shares import Part, Share, calls_to
+from gradwire.optim._snapshots import Snapshots
+from gradwire.optim._sources import ParametersOf, Span, check_spans, expand
 from gradwire.optim._state import gather, scatter
 from gradwire.optim._transactions import Transactions
-from gradwire.rpc import Future, RRef, rpc_async
+from gradwire.rpc import Future, RRef, WorkerInfo, rpc_async, wait_for_worker
 
 __all__ = ["DistributedOptimizer"]
-
-
-class _Share(NamedTuple):
-    """What one owner has of the parameters; see `Places`."""
-
-    owner: str
-    rref: RRef[LocalOptimizer]
-    groups: list[int]
-    positions: list[list[int]]
-
-    def select(self, changes: Changes) -> Changes:
-        """Changes of its groups, under the owner's numbers."""
-        if not changes:
-            return changes
-        return {
-            local: changes[number]
-            for local, number in enumerate(self.groups)
-            if number in changes
-        }
-
-
-class _Part:
-    """What an owner will be asked to make an optimizer for."""
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []
-        self.numbers: list[int] = []
-        self.positions: list[list[int]] = []
-
-    def add(
-        self,
-        number: int,
-        options: dict[str, Any] | None,
-        rref: RRef[Tensor],
-        position: int,
-    ) -> None:
-        """Adds a parameter of the group with this number; groups come in order."""
-        if number not in self.numbers[-1:]:
-            self.groups.append(Group([], options))
-            self.numbers.append(number)
-            self.positions.append([])
-        self.groups[-1].rrefs.append(rref)
-        self.positions[-1].append(position)
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -87,12 +43,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer_class: A class derived from ``torch.optim.Optimizer``.
-        params_rref: References to parameters; or groups of them, dictionaries with
-            ``"params"`` and hyperparameters, as in torch.
+        params_rref: References to parameters, or `ParametersOf` workers; or groups of
+            them, dictionaries with ``"params"`` and hyperparameters, as in torch.
         args: Further arguments of the class.
         two_phase: Each step is made by all owners or by none: all prepare it, and then
             commit. That takes two requests instead of one. It is always so with several
             owners inside of `gradwire.autograd.retry`.
+        snapshots: Where owners keep what they must not lose; needs `ParametersOf`, and
+            makes all steps in two phases.
         kwargs: Further arguments of the class.
 
     Attributes:
@@ -101,6 +59,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         OwnersFailed: More than one owner failed; the error of the only one otherwise.
+        SnapshotError: There are snapshots already and ``resume`` is not set; or it is,
+            and they do not fit together.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -115,9 +75,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        params_rref: Iterable[RRef[Tensor]] | Iterable[dict[str, Any]],
+        params_rref: Iterable[RRef[Tensor] | ParametersOf] | Iterable[dict[str, Any]],
         *args: Any,
         two_phase: bool = False,
+        snapshots: Snapshots | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(optimizer_class, type) or not issubclass(
@@ -130,9 +91,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._optimizer_class = optimizer_class
         self._needs_closure = needs_closure(optimizer_class)
         self._arguments = args, kwargs
-        self._is_two_phase = two_phase
-        self._transactions = Transactions()
-        self._shares: list[_Share] = []
+        if snapshots is not None and not isinstance(snapshots, Snapshots):
+            raise TypeError(
+                "snapshots must be an instance of Snapshots, found "
+                f"{type(snapshots).__name__}"
+            )
+        self._is_two_phase = two_phase or snapshots is not None
+        self._snapshots = snapshots
+        self._transactions = Transactions(
+            None if snapshots is None else snapshots.every
+        )
+        self._spans: list[Span] = []
+        self._shares: list[Share] = []
         self._sent: dict[int, dict[str, Any]] = {}  # hyperparameters that owners have
         if isinstance(params_rref, (RRef, Tensor)):
             raise TypeError(
@@ -145,6 +115,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})  # hands them one by one to `add_param_group`
         groups, self.param_groups = self.param_groups, []
         self._add_groups(groups, is_plain=is_plain)
+        if snapshots is not None:
+            self._begin_snapshots(snapshots)
 
     # ------------------------------------------------------------------------- groups
 
@@ -152,18 +124,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Adds a group of parameters, as in torch.
 
         Args:
-            param_group: ``"params"``, references, and hyperparameters.
+            param_group: ``"params"``, references or `ParametersOf`, and hyperparameters.
         """
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(
                 "a parameter group must be a dict with the key 'params', found "
                 f"{param_group!r:.200}"
             )
-        rrefs = param_group["params"]
-        rrefs = check_references([rrefs] if isinstance(rrefs, RRef) else list(rrefs))
+        rrefs, spans = expand(param_group["params"], len(self.param_groups))
+        if self._snapshots is not None:
+            check_spans(rrefs, spans)
         group = {**param_group, "params": rrefs}
+        self._spans += spans
         if self._shares:
+            num_before = len(self._shares)
             self._add_groups([group], is_plain=False)
+            if self._snapshots is not None:
+                self._attach(self._snapshots, range(num_before, len(self._shares)))
+                self._keep_now()
         else:
             self.param_groups.append(group)  # the constructor does the rest
 
@@ -171,30 +149,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes an optimizer for new groups on each of their owners."""
         first = len(self.param_groups)
         position = sum(self._sizes())
-        parts: dict[str, _Part] = {}
+        parts: dict[str, Part] = {}
         for number, group in enumerate(groups, first):
             options = {key: value for key, value in group.items() if key != "params"}
             for rref in group["params"]:
-                part = parts.setdefault(rref.owner_name(), _Part())
+                part = parts.setdefault(rref.owner_name(), Part())
                 part.add(number, None if is_plain else options, rref, position)
                 position += 1
         answers = ask_all(
-            (owner, partial(self._make_local, owner, part.groups))
+            (owner, partial(self._make_local, owner, part.groups, self._shares))
             for owner, part in parts.items()
         )
         added = [{"params": group["params"]} for group in groups]
         for answer, (owner, part) in zip(answers, parts.items(), strict=True):
             rref, defaults, hyperparameters = answer
             self.defaults = self.defaults or defaults
-            self._shares.append(_Share(owner, rref, part.numbers, part.positions))
+            self._shares.append(
+                Share(owner, rref, part.numbers, part.positions, is_plain)
+            )
             for number, values in zip(part.numbers, hyperparameters, strict=True):
                 added[number - first] = {**values, **added[number - first]}
         self.param_groups += added
         changes = self._changes().items()
         self._note_sent({n: values for n, values in changes if n >= first})
 
-    def _make_local(self, owner: str, groups: list[Group]) -> Future[Any]:
-        others = [share.rref for share in self._shares if share.owner == owner]
+    def _make_local(
+        self, owner: str, groups: list[Group], shares: Sequence[Share]
+    ) -> Future[Any]:
+        others = [share.rref for share in shares if share.owner == owner]
         made_of = [tuple(group) for group in groups]
         optimizer_class = name_optimizer(self._optimizer_class)
         arguments = (optimizer_class, made_of, others, *self._arguments)
@@ -326,6 +308,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         parts = iter(scatter(self._shares, state_dict, self._sizes()))
         answers = self._ask(lambda _, proxy: proxy.load_state_dict(next(parts)))
+        self._take_hyperparameters(answers)
+        if self._snapshots is not None:
+            self._keep_now()
+
+    def _take_hyperparameters(self, answers: Sequence[list[dict[str, Any]]]) -> None:
+        """Takes over what the owners, all of them, say of their groups."""
         groups = [{"params": group["params"]} for group in self.param_groups]
         for share, answer in zip(self._shares, answers, strict=True):
             for number, values in zip(share.groups, answer, strict=True):
@@ -336,6 +324,150 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.param_groups]
+
+    # ----------------------------------------------------------------------- snapshots
+
+    @property
+    def committed_steps(self) -> int:
+        """How many steps were made in two phases, and are to stay."""
+        return self._transactions.ledger.committed.step
+
+    def recover(
+        self, worker: WorkerInfo | str | None = None, *, timeout: float = 60.0
+    ) -> int:
+        """Brings all owners to one state again, after some were lost.
+
+        For lost owners, when they are back, optimizers are made anew: for the parameters
+        that `ParametersOf` find there now, with the values of the last snapshot. So
+        references in ``param_groups`` are others afterwards. If snapshots are made at
+        every step, no other owner is touched. If nobody was lost, nothing happens.
+
+        Args:
+            worker: Who is back; for `gradwire.autograd.retry`. All owners are looked at
+                in any case.
+            timeout: For how many seconds each lost owner is awaited.
+
+        Returns:
+            The number of steps that were made.
+
+        Raises:
+            RolledBack: Steps were undone on all owners, since snapshots are not made at
+                every step; go on with its ``step``. Schedulers know nothing of it.
+            NotRepeatable: An owner was lost, and there are no snapshots.
+            SnapshotError: A snapshot is missing, or does not fit.
+            ConnectTimeout: An owner did not come back.
+
+        Example:
+            >>> retry(step, recover=optimizer.recover)
+        """
+        ledger = self._transactions.ledger
+        looks = look_at(self._shares)
+        plan = ledger.plan(
+            {n: None if look is None else look.mark for n, look in enumerate(looks)}
+        )
+        lost = {self._shares[n].owner for n, look in enumerate(looks) if look is None}
+        if plan is None:
+            names = ", ".join(repr(name) for name in sorted(lost))
+            raise NotRepeatable(
+                f"worker {names} was lost with its parameters, and there are no snapshots "
+                "of them: begin again from a saved state, and see "
+                "DistributedOptimizer(snapshots=...)",
+                worker=min(lost, default=None),
+            )
+        for owner in sorted(lost):
+            wait_for_worker(owner, timeout)
+            self._make_again(owner)
+        restored = [self._shares[n] for n in plan.restored]
+        answers = ask_all(calls_to(restored, lambda _, local: local.restore(plan.mark)))
+        ledger.recovered(plan)
+        if self._snapshots is not None:
+            self._make_safe(self._snapshots, looks, timeout)
+        if plan.num_undone:
+            self._take_hyperparameters(answers)
+            raise RolledBack(
+                f"{plan.num_undone} steps were undone on all owners, because "
+                f"{', '.join(map(repr, sorted(lost))) or 'an owner'} was lost and "
+                f"snapshots are made at every {ledger.every} steps; go on with step "
+                f"{plan.mark.step}, counted from 0",
+                step=plan.mark.step,
+            )
+        return self.committed_steps
+
+    def _make_again(self, owner: str) -> None:
+        """Makes the optimizers of an owner that is back, in its new process."""
+        for span in self._spans:
+            if span.source.worker == owner:
+                span.put(self.param_groups[span.group]["params"], span.source.refer())
+        rrefs = [rref for group in self.param_groups for rref in group["params"]]
+        made: list[Share] = []
+        for number, share in enumerate(self._shares):
+            if share.owner != owner:
+                continue
+            groups = [
+                Group(
+                    [rrefs[position] for position in positions],
+                    None if share.is_plain else self._options_of(group),
+                )
+                for group, positions in zip(share.groups, share.positions, strict=True)
+            ]
+            start = partial(self._make_local, owner, groups, made)
+            ((rref, _, _),) = ask_all([(owner, start)])
+            share = share._replace(rref=rref)  # noqa: PLW2901
+            ask_all(calls_to([share], lambda share, local: local.attach(share.place)))
+            made.append(share)
+            self._shares[number] = share
+
+    def _options_of(self, group: int) -> dict[str, Any]:
+        return {k: v for k, v in self.param_groups[group].items() if k != "params"}
+
+    def _begin_snapshots(self, snapshots: Snapshots) -> None:
+        ledger = self._transactions.ledger
+        found = self._attach(snapshots, range(len(self._shares)))
+        if not any(found):
+            self._keep_now()
+            return
+        common = find_common(found)
+        if common is None or not snapshots.resume:
+            raise refuse_found(self._shares, found, is_resumed=snapshots.resume)
+        self._take_hyperparameters(self._ask(lambda _, local: local.restore(common)))
+        ledger.keep(common)
+
+    def _attach(self, snapshots: Snapshots, numbers: Iterable[int]) -> list[list[Mark]]:
+        """Gives owners new places for snapshots; returns what is there already."""
+        numbers = list(numbers)
+        for number in numbers:
+            share = self._shares[number]
+            place = snapshots.make_place(share.owner, number)
+            self._shares[number] = share._replace(place=place)
+        shares = [self._shares[number] for number in numbers]
+        return ask_all(calls_to(shares, lambda share, local: local.attach(share.place)))
+
+    def _make_safe(
+        self, snapshots: Snapshots, looks: Sequence[Look | None], timeout: float
+    ) -> None:
+        """Sees to it that there are snapshots of all that is committed last."""
+        kept = self._transactions.ledger.kept
+        homeless = [n for n, look in enumerate(looks) if look and look.saved is None]
+        for number in homeless:
+            peer = snapshots.peer_of(self._shares[number].owner)
+            if peer is not None:
+                wait_for_worker(peer, timeout)
+        self._attach(snapshots, homeless)
+        if any(
+            look and (look.saved is None or kept not in look.saved) for look in looks
+        ):
+            self._keep_now()
+
+    def _keep_now(self) -> None:
+        """Makes snapshots of the present state, apart from a step."""
+        ledger = self._transactions.ledger
+        mark = Mark(ledger.committed.step, self._transactions.next_number())
+        changes = self._changes()
+        self._ask(
+            lambda share, local: local.keep(mark, share.select(changes), ledger.kept)
+        )
+        self._note_sent(changes)
+        ledger.keep(mark)
 
     # ---------------------------------------------------------------- hyperparameters
 
@@ -354,12 +486,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for number, values in changes.items():
             self._sent.setdefault(number, {}).update(values)
 
-    def _ask(self, call: Callable[[_Share, Any], Future[Any]]) -> list[Any]:
+    def _ask(self, call: Callable[[Share, Any], Future[Any]]) -> list[Any]:
         """Asks all owners at once."""
-        return ask_all(
-            (share.owner, partial(call, share, share.rref.rpc_async(timeout=0)))
-            for share in self._shares
-        )
+        return ask_all(calls_to(self._shares, call))
 
 
 def _is_same(value: Any, sent: Any) -> bool:

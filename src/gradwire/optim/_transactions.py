@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from gradwire.autograd.extension import Attempt, add_note, outside_context
 from gradwire.errors import NotRepeatable, PeerLostError
 from gradwire.optim._gradients import Source
-from gradwire.optim._local import Changes, LocalOptimizer
+from gradwire.optim._local import Changes, Saving
 from gradwire.optim._owners import ask_all, collect, combine, raise_failures
 from gradwire.optim._protocol import Decision, Ledger, Mark, Vote
-from gradwire.rpc import Future, RRef
+from gradwire.optim._shares import Share, calls_to
+from gradwire.rpc import Future
 
 __all__ = ["Transactions"]
+
+_log = logging.getLogger("gradwire.optim")
 
 _FIRST_WAIT_S = 0.001
 _LONGEST_WAIT_S = 0.05
 
 
-class Share(Protocol):
-    """What one owner has of the parameters."""
-
-    @property
-    def owner(self) -> str:
-        """Its name."""
-
-    @property
-    def rref(self) -> RRef[LocalOptimizer]:
-        """Its optimizer."""
-
-    def select(self, changes: Changes) -> Changes:
-        """Changes of its groups, under the owner's numbers."""
-
-
 class Transactions:
-    """The steps of one optimizer that are applied on all owners or on none."""
+    """The steps of one optimizer that are applied on all owners or on none.
 
-    def __init__(self) -> None:
-        self.ledger = Ledger()
+    Args:
+        every: Number of steps from one snapshot to the next; None: there are none.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        self.ledger = Ledger(every)
         self._last = 0
 
     def step(self, shares: Sequence[Share], source: Source, changes: Changes) -> None:
@@ -78,14 +70,15 @@ class Transactions:
         snapshots, it will be given the state before.
         """
         mark = self.ledger.propose(self.next_number())
+        saving = self._saving(mark)
 
         def call(share: Share, local: Any) -> Future[Any]:
             future: Future[Any] = local.step_alone(
-                mark, source.context_id, share.select(changes)
+                mark, source.context_id, share.select(changes), saving
             )
             return future
 
-        ask_all(_calls(shares, call))
+        ask_all(calls_to(shares, call))
         self._decide(mark, source.attempt)
 
     def _try(
@@ -97,15 +90,16 @@ class Transactions:
         changes: Changes,
     ) -> bool:
         """One transaction; False: it had to give way to another one."""
+        saving = self._saving(mark)
 
         def prepare(share: Share, local: Any) -> Future[Any]:
             future: Future[Any] = local.prepare(
-                mark, priority, source.context_id, share.select(changes)
+                mark, priority, source.context_id, share.select(changes), saving
             )
             return future
 
         try:
-            answers, failures = collect(_calls(shares, prepare))
+            answers, failures = collect(calls_to(shares, prepare))
         except BaseException:  # an interrupt
             _start(shares, lambda local: local.abort(mark))
             raise
@@ -113,10 +107,13 @@ class Transactions:
         if decision is Decision.COMMIT:
             self._commit(shares, mark, source.attempt)
             return True
-        collect(_calls(shares, lambda _, local: local.abort(mark)))
+        collect(calls_to(shares, lambda _, local: local.abort(mark)))
         if decision is Decision.ABORT:
             _raise_undone(failures)
         return False
+
+    def _saving(self, mark: Mark) -> Saving | None:
+        return Saving(self.ledger.kept) if self.ledger.is_kept(mark) else None
 
     def _decide(self, mark: Mark, attempt: Attempt | None) -> None:
         self.ledger.commit(mark)
@@ -128,13 +125,24 @@ class Transactions:
     ) -> None:
         self._decide(mark, attempt)
         try:
-            _, failures = collect(_calls(shares, lambda _, local: local.commit(mark)))
+            _, failures = collect(calls_to(shares, lambda _, local: local.commit(mark)))
         except BaseException:  # an interrupt; what is decided is done all the same
             _start(shares, lambda local: local.commit(mark))
             raise
         if not failures:
             return
         names = ", ".join(repr(name) for name in failures)
+        if self.ledger.kept is not None and all(
+            isinstance(failure, PeerLostError) for failure in failures.values()
+        ):
+            # The step counts. Whoever needs that owner next will be told that it is lost.
+            _log.warning(
+                "step %d was committed, and %s was lost before it could do so; "
+                "recover() will bring it there",
+                mark.step,
+                names,
+            )
+            return
         raise NotRepeatable(
             f"step {mark.step} of the optimizer was made on all owners but {names}, which "
             "was lost after all had prepared it. There are no snapshots, so its parameters "
@@ -146,15 +154,6 @@ class Transactions:
 
 # What `LocalOptimizer.prepare` answers; None stands for an owner that failed.
 _VOTES = {True: Vote.PREPARED, False: Vote.BUSY, None: Vote.FAILED}
-
-
-def _calls(
-    shares: Sequence[Share], call: Callable[[Share, Any], Future[Any]]
-) -> list[tuple[str, Callable[[], Future[Any]]]]:
-    return [
-        (share.owner, partial(call, share, share.rref.rpc_async(timeout=0)))
-        for share in shares
-    ]
 
 
 def _start(shares: Sequence[Share], call: Callable[[Any], Future[Any]]) -> None:
