@@ -9,6 +9,7 @@ mkdocs.yml names this file; ``mkdocs`` calls the functions that begin with ``on_
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 
+log = logging.getLogger("mkdocs.hooks")  # where a warning ends a strict build
+
+_FETCHED = re.compile(
+    r"<(?:link|script|img|iframe|source)\b[^>]*\b(?:href|src)=[\"']?((?:https?:)?//[^\"'\s>]+)"
+)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _RESULTS = re.compile(r"^<!-- results: (\w+) -->$", re.MULTILINE)
 
@@ -136,6 +142,18 @@ def _outside_code(markdown: str, change: Callable[[str], str]) -> str:
     return "".join(
         part if number % 2 else change(part) for number, part in enumerate(parts)
     )
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Warns of what a reader's browser would fetch from elsewhere."""
+    for address in find_fetched(output):
+        log.warning(f"{page.file.src_uri} fetches {address}")
+    return output
+
+
+def find_fetched(html: str) -> list[str]:
+    """Addresses of other hosts that a page loads something from; links do not count."""
+    return _FETCHED.findall(html)
 
 
 # ------------------------------------------------------------------------------ tables
