@@ -163,6 +163,7 @@ class Agent:
     """One end of all connections; also the network of itself."""
 
     incarnation = 1
+    is_safe = False
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.info = WorkerInfo(f"w{rank}", rank)
@@ -173,6 +174,12 @@ class Agent:
 
     def find(self, to: int | WorkerInfo) -> Any:
         return self._peers[to.id if isinstance(to, WorkerInfo) else to]
+
+    def describe(self, error: BaseException) -> BaseException:
+        return error
+
+    def rebuild(self, description: BaseException) -> BaseException:
+        return description
 
     def connect(self, peer: Peer) -> None:
         if peer.fate is not None:
@@ -364,7 +371,7 @@ class Simulation:
         service, peer = worker.service, worker.agent.find(begun.to)
         handles = [h for h in begun.handles if self._is_sendable(h)]
         call = Call(next(self._ids), None, [])
-        keeps = made = None
+        keeps = made = making = None
         if begun.kind == "fetch":
             if not handles:
                 return True
@@ -377,7 +384,7 @@ class Simulation:
                 else service.create_there(peer.info)
             )
             made = Handle._bind(service, ref)
-            call.creation = service._pack_creation(creation, peer)
+            making, call.creation = creation, (creation.rref, creation.fork)
             fails_at = None
         for number, handle in enumerate(handles):
             if number == fails_at:
@@ -388,7 +395,7 @@ class Simulation:
             call.packed.append(service._pack(handle, peer))
         note: Note | None = None
         if call.packed or call.creation:
-            note = service.sending_call(peer, call.id, "f", [], set(), True)
+            note = service.sending_call(peer, call.id, "f", [], set(), True, making)
             call.header = note.addition.header
         worker.ready.append(Ready(begun.to, call, note, keeps, made))
         self.note(f"w{rank} has packed {call} for w{begun.to}")
@@ -507,8 +514,6 @@ class Simulation:
             self._drop_call(worker, caller, call, unread_from)
             return True
         running = Running(call, caller, [])
-        if call.creation is not None:
-            running.owned = service.unpack(call.creation, peer)
         for packed in call.packed:
             running.handles.append(service.unpack(packed, peer))
         if call.header is not None:
@@ -520,6 +525,8 @@ class Simulation:
                 call.header,
                 [],
             )
+            if call.creation is not None:
+                running.owned = running.scope.owned  # type: ignore[attr-defined]
         worker.running.append(running)
         self.note(f"w{rank} takes up {call}")
         return True
@@ -533,14 +540,12 @@ class Simulation:
         self.seen["unread call"] += 1
         unpacked: list[Any] = []
         if not call.is_given_up:
-            if call.creation is not None:
-                unpacked.append(service.unpack(call.creation, peer))
             for packed in call.packed[:unread_from]:
                 unpacked.append(service.unpack(packed, peer))
         self._creation_failed(call)
         service.discarded(DecodeError("broken"))
         if call.header is not None:
-            service.dropped_call(peer, call.id, call.header)
+            service.dropped_call(peer, call.id, call.header, DecodeError("broken"))
         unpacked.clear()
         self._answer(worker, caller, Reply(call.id, False, error=DecodeError("broken")))
 
@@ -577,10 +582,13 @@ class Simulation:
         if any(errors):
             running.handles.clear()
             cause = next(filter(None, errors))
-            if running.scope is not None:
-                running.scope.failed(cause)
             self._creation_failed(call)
             reply = Reply(call.id, False, error=cause)
+            if running.owned is not None and running.scope is not None:
+                running.scope.keep(None, cause)  # the error is the value's
+                reply = Reply(call.id, True)
+            elif running.scope is not None:
+                running.scope.failed(cause)
             self._answer(worker, running.caller, reply)
             return True
         if call.fetched is not None:
@@ -593,7 +601,8 @@ class Simulation:
             worker.handles += running.handles
         running.handles.clear()
         if running.owned is not None:
-            running.owned.settle(self._new_value(), None)
+            assert running.scope is not None
+            running.scope.keep(self._new_value(), None)
             self.made.add(running.owned.id)
             self._answer(worker, running.caller, Reply(call.id, True))
             return True

@@ -36,7 +36,7 @@ def is_cut_outside_context(label: str) -> bool:
     return not _is_implicit or label in CUT_OUTSIDE_CONTEXT
 
 
-def warn(label: str) -> None:
+def warn(label: str, *, is_reference: bool = False) -> None:
     """Says once for each place in the program that the graph was cut there."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
@@ -45,7 +45,8 @@ def warn(label: str) -> None:
     if place in _warned:
         return
     _warned.add(place)
-    what = "a reference" if label in CUT_OUTSIDE_CONTEXT else f"a call of {label}"
+    is_reference = is_reference or label in CUT_OUTSIDE_CONTEXT
+    what = "a reference" if is_reference else f"a call of {label}"
     warnings.warn(
         f"the autograd graph is cut: tensors with a history went through {what} outside "
         "any context, and no gradient will come back. Put the calls and the backward "

@@ -101,15 +101,18 @@ class Recorder(Interceptor):
         tensors: list[Tensor],
         of_modules: set[int],
         is_grad_enabled: bool,
+        making: object | None = None,
     ) -> Note | None:
         """See `Interceptor`."""
         exchange = self.exchange
         name = active_context.get()
+        is_cut = making is not None or is_cut_outside_context(label)
         if (
             name is None
             and is_grad_enabled
             and not is_anything_special()
-            and not is_cut_outside_context(label)
+            # What is made brings no tensors back that would have to be cut there.
+            and (not is_cut or making is not None)
         ):
             for tensor in tensors:
                 if tensor.requires_grad:
@@ -125,8 +128,9 @@ class Recorder(Interceptor):
         tracked = _tracked(tensors, of_modules) if is_grad_enabled else {}
         side = exchange.registry.find(name) if name is not None else None
         autocast = autocast_state()
-        if side is None and is_grad_enabled and is_cut_outside_context(label):
-            return self._cut_call(label, tensors, of_modules, autocast)
+        if side is None and is_grad_enabled and is_cut:
+            is_reference = making is not None
+            return self._cut_call(label, tensors, of_modules, autocast, is_reference)
         if side is None and is_grad_enabled and not tracked and autocast is None:
             return None
         header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
@@ -159,13 +163,14 @@ class Recorder(Interceptor):
         tensors: list[Tensor],
         of_modules: set[int],
         autocast: list[tuple[str, str]] | None,
+        is_reference: bool,
     ) -> Note:
         note = _CallNote(self.exchange, None)
         flags = NOT_RECORDED
         if not records_without_context():
             flags |= AS_LEAVES  # as in torch, which says nothing
         elif any(not tensors[i].is_leaf for i in _tracked(tensors, of_modules)):
-            warn(label)
+            warn(label, is_reference=is_reference)
         else:
             note.warns = True
         changes = None if flags & AS_LEAVES else _cut(tensors)
@@ -280,7 +285,9 @@ class Recorder(Interceptor):
                 exchange.perform(scope.side, None, answers)
         return scope
 
-    def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
+    def dropped_call(
+        self, peer: Peer, call_id: int, header: bytes, error: BaseException
+    ) -> None:
         """See `Interceptor`."""
         call: CallHeader = decode_header(CallHeader, header)
         # A call that is a context of its own has failed, and its context with it.

@@ -228,6 +228,27 @@ class Agent:
         Resending(self, send, to, timeout, future)
         return future
 
+    def make(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        making: object,
+    ) -> Future[None]:
+        """Calls a function whose result stays on the other worker.
+
+        Args:
+            to: As in `call`; likewise the others.
+            function: Likewise.
+            args: Likewise.
+            kwargs: Likewise.
+            timeout: Likewise.
+            making: For the interceptor that keeps the result there.
+        """
+        return self._call_async(to, function, args, kwargs, timeout, making)
+
     def _call_async(
         self,
         to: object,
@@ -235,11 +256,14 @@ class Agent:
         args: tuple[Any, ...] | list[Any] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
+        making: object | None = None,
     ) -> Future[Any]:
         compiler = set_compiler(None)
         try:
             with shielded():
-                call = self._start_call(to, function, args, kwargs, timeout, True)
+                call = self._start_call(
+                    to, function, args, kwargs, timeout, True, making
+                )
         finally:
             set_compiler(compiler)
         future = call.future
@@ -256,6 +280,7 @@ class Agent:
         kwargs: dict[str, Any] | None,
         timeout: float,
         is_async: bool,
+        making: object | None = None,
     ) -> PendingCall:
         peer = self.network.find(to)
         if not callable(function):
@@ -280,7 +305,7 @@ class Agent:
         label = target or repr(function)
         notes: dict[str, Note] = {}
         try:
-            outgoing = self._encode_call(message, value, peer, label, notes)
+            outgoing = self._encode_call(message, value, peer, label, notes, making)
             cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
             self._take_credit(peer, cost, deadline, label)
             call = PendingCall(
@@ -362,6 +387,7 @@ class Agent:
         peer: Peer,
         label: str,
         notes: dict[str, Note],
+        making: object | None,
     ) -> Outgoing:
         """Encodes a call with the headers of the interceptors, and keeps their notes."""
         if label.startswith(INTERNAL_PREFIX) or not self.interceptors:
@@ -374,10 +400,20 @@ class Agent:
         ) -> dict[int, int]:
             headers, flags = {}, {}
             for interceptor in self.interceptors:
-                if not interceptor.sees_all_calls and interceptor not in packer.used:
+                if not (
+                    interceptor.sees_all_calls
+                    or interceptor in packer.used
+                    or making is not None
+                ):
                     continue
                 note = interceptor.sending_call(
-                    peer, message.id, label, tensors, of_modules, is_grad_enabled
+                    peer,
+                    message.id,
+                    label,
+                    tensors,
+                    of_modules,
+                    is_grad_enabled,
+                    making,
                 )
                 if note is not None:
                     notes[interceptor.name] = note

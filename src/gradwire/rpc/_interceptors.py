@@ -77,6 +77,12 @@ class Scope:
 
     __slots__ = ()
 
+    keeps_result = False
+    """Whether what the handler returns or raises is for `keep`; the answer is None."""
+
+    def keep(self, value: Any, error: BaseException | None) -> None:
+        """The handler has returned a value, or raised."""
+
     def enter_handler(self) -> AbstractContextManager[None] | None:
         """The handler is about to run, in a `contextvars.Context` of its own.
 
@@ -142,6 +148,7 @@ class Interceptor:
         tensors: list[torch.Tensor],
         of_modules: set[int],
         is_grad_enabled: bool,
+        making: object | None = None,
     ) -> Note | None:
         """A call is about to be encoded.
 
@@ -152,6 +159,8 @@ class Interceptor:
             tensors: The tensors in its arguments.
             of_modules: Ids of those that are parameters of a module in the arguments.
             is_grad_enabled: The caller's grad mode.
+            making: The result stays there, and outlives the call: what `Agent.make` was
+                given, by the layer that keeps it.
         """
         return None
 
@@ -180,7 +189,9 @@ class Interceptor:
         """A call arrived; its tensors are decoded, nobody has seen them yet."""
         return None
 
-    def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
+    def dropped_call(
+        self, peer: Peer, call_id: int, header: bytes, error: BaseException
+    ) -> None:
         """A call with our header arrived here, and will not be run."""
 
     def peer_lost(self, peer: Peer) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Coroutine
-from types import CoroutineType
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import torch
@@ -21,7 +20,7 @@ from gradwire.rpc._context import serving_peer
 from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Future, Later
 from gradwire.rpc._interceptors import register_interceptor
-from gradwire.rpc._rref_parts import Creation, Handle, Owned, User
+from gradwire.rpc._rref_parts import Handle, Owned, User
 from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
@@ -177,7 +176,7 @@ class RRef(Handle, Generic[T]):
 
     def _call_remote(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
         made: RRef[Any] = _create(
-            self._service, self.owner(), invoke, arguments, {}, timeout
+            self._service, self.owner(), invoke, arguments, None, timeout
         )
         self._outlive(made._creation)
         return made
@@ -274,9 +273,7 @@ def remote(
     """
     agent = current_agent()
     info = agent.network.find(to).info
-    return _create(
-        _service_of(agent), info, func, tuple(args or ()), kwargs or {}, timeout
-    )
+    return _create(_service_of(agent), info, func, tuple(args or ()), kwargs, timeout)
 
 
 def _create(
@@ -284,22 +281,20 @@ def _create(
     owner: WorkerInfo,
     function: Callable[..., Any] | str,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    kwargs: dict[str, Any] | None,
     timeout: float,
 ) -> RRef[Any]:
-    targets = service.agent.targets
-    targets.check_callable(function)
-    name = targets.name(function)
+    service.agent.targets.check_callable(function)
     ref: Owned | User
     if owner.id == service.me:
         ref, creation = service.create_here()
     else:
         ref, creation = service.create_there(owner)
     rref: RRef[Any] = RRef._bind(service, ref)
-    arguments = (creation, name, function if name is None else None, args, kwargs)
-    call = service.agent.call_async
     try:
-        rref._creation = call(owner, create, arguments, None, timeout)
+        rref._creation = service.agent.make(
+            owner, function, args, kwargs, timeout, creation
+        )
     except BaseException as error:
         service.created(creation, error, was_sent=False)
         raise
@@ -307,68 +302,6 @@ def _create(
 
 
 # --------------------------------------------------------------- what runs on the owner
-
-
-@for_agents
-def create(
-    owned: Owned | Creation,
-    name: str | None,
-    function: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Makes a value. An error is the value's, not the call's."""
-    if not isinstance(owned, Owned):
-        raise AssertionError("the ids of a value were not unpacked")
-    try:
-        agent = current_agent()
-        if function is None:
-            function = agent.targets.find(name or "", serving_peer.get())
-        elif agent.is_safe:
-            raise DecodeError("with serializer='safe' functions are called by name")
-        result = function(*args, **kwargs)
-    except Exception as error:
-        _set_error(owned, error)
-        return None
-    if type(result) is CoroutineType:
-        return _settle_from(owned, result)
-    if type(result) is Later:
-        return _later(owned, result.future)
-    if getattr(function, ASYNC_ATTRIBUTE, None) is not None:
-        if not hasattr(result, "add_done_callback"):
-            _set_error(owned, _no_future(function, result))
-            return None
-        return _later(owned, result)
-    owned.settle(result, None)
-    return None
-
-
-async def _settle_from(owned: Owned, coroutine: Coroutine[Any, Any, Any]) -> None:
-    try:
-        owned.settle(await coroutine, None)
-    except Exception as error:
-        _set_error(owned, error)
-
-
-def _later(owned: Owned, future: Any) -> Later:
-    done: Future[None] = Future()
-
-    def finish(finished: Any) -> None:
-        try:
-            owned.settle(finished.wait(), None)
-        except Exception as error:
-            _set_error(owned, error)
-        done.set_result(None)
-
-    future.add_done_callback(finish)
-    return Later(done)
-
-
-def _set_error(owned: Owned, error: Exception) -> None:
-    # Described at once: with its traceback it would keep the handler's frame.
-    agent = current_agent()
-    owned.settle(None, agent.rebuild(agent.describe(error)))
-    error.__traceback__ = None
 
 
 def _no_future(function: Callable[..., Any], result: object) -> UsageError:
@@ -423,9 +356,9 @@ def run_backward(rref: tuple[int, ...], context: int, retain_graph: bool) -> Non
 
 
 CUT_OUTSIDE_CONTEXT = frozenset(
-    f"{function.__module__}:{function.__name__}" for function in (create, fetch)
+    f"{function.__module__}:{function.__name__}" for function in (fetch,)
 )
-"""Calls that are not recorded outside a context: what they refer to outlives them."""
+"""Calls that are not recorded outside a context: what they fetch outlives them."""
 
 _in_context: list[Backward] = []
 

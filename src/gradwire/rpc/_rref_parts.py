@@ -26,6 +26,7 @@ __all__ = [
     "Handle",
     "Owned",
     "Packed",
+    "References",
     "User",
     "decode_header",
     "encode_header",
@@ -81,11 +82,24 @@ class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return Packed, (self.owner, self.rref, self.fork, self.parent)
 
 
+class References(msgspec.Struct, array_like=True, gc=False):
+    """Header of a call or a reply.
+
+    Attributes:
+        packed: The references in it, so that a message that is dropped unread can be
+            accounted for.
+        made: Of a call whose result stays there: the ids of the value and its first fork.
+    """
+
+    packed: list[Packed]
+    made: tuple[RefId, RefId] | None = None
+
+
 encode_header = msgspec.msgpack.Encoder().encode
-_decode_header = msgspec.msgpack.Decoder(list[Packed]).decode
+_decode_header = msgspec.msgpack.Decoder(References).decode
 
 
-def decode_header(header: bytes) -> list[Packed]:
+def decode_header(header: bytes) -> References:
     """The references that a message carried.
 
     Raises:
@@ -99,15 +113,13 @@ def decode_header(header: bytes) -> list[Packed]:
         ) from error
 
 
-def read_packed(content: list[Any]) -> Packed | tuple[RefId, RefId]:
-    """A reference, or the ids of a value that is to be made, as plain data has them.
+def read_packed(content: list[Any]) -> Packed:
+    """A reference, as plain data has it.
 
     Raises:
-        DecodeError: It is neither.
+        DecodeError: It is none.
     """
     try:
-        if len(content) == 2:
-            return msgspec.convert(content, tuple[RefId, RefId])
         return msgspec.convert(content, Packed)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DecodeError(f"a reference that arrived is malformed: {error}") from error
@@ -174,9 +186,9 @@ class Handle:
 
 
 class Creation:
-    """Travels with the call that makes a value: the ids of the value and its first fork."""
+    """A call that makes a value: the ids of the value and its first fork."""
 
-    __slots__ = ("fork", "holder", "rref")
+    __slots__ = ("fork", "rref")
 
-    def __init__(self, rref: RefId, fork: RefId, holder: int) -> None:
-        self.rref, self.fork, self.holder = rref, fork, holder
+    def __init__(self, rref: RefId, fork: RefId) -> None:
+        self.rref, self.fork = rref, fork

@@ -9,15 +9,21 @@ import hashlib
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from gradwire._ids import WorkerInfo
-from gradwire.errors import GradwireError, OwnerLost, PeerLostError, UsageError
-from gradwire.rpc._interceptors import Addition, Interceptor, Note, Scope
+from gradwire.errors import (
+    DecodeError,
+    GradwireError,
+    OwnerLost,
+    PeerLostError,
+    UsageError,
+)
+from gradwire.rpc._interceptors import NOTHING, Addition, Interceptor, Note, Scope
 from gradwire.rpc._leftovers import Leftovers
 from gradwire.rpc._rref_parts import (
     Arrived,
@@ -28,6 +34,7 @@ from gradwire.rpc._rref_parts import (
     Handle,
     Owned,
     Packed,
+    References,
     User,
     decode_header,
     encode_header,
@@ -73,7 +80,7 @@ class RefService(Interceptor):
             Arrived: self._on_arrived,
             Deleted: self._on_deleted,
         }
-        self.packs = {self.handle_class: self._pack, Creation: self._pack_creation}
+        self.packs = {self.handle_class: self._pack}
         self._ids = itertools.count()
         self._id_key = secrets.token_bytes(32)
         self._local = _Transfer()
@@ -110,7 +117,7 @@ class RefService(Interceptor):
     def create_here(self) -> tuple[Owned, Creation]:
         """A value that a call to ourselves will make."""
         owned = Owned(self.new_id())
-        creation = Creation(owned.id, owned.id, self.me)
+        creation = Creation(owned.id, owned.id)
         with self._lock:
             self._owned[owned.id] = owned
             self._table.add_fork(owned.id, owned.id, self.me)
@@ -123,7 +130,7 @@ class RefService(Interceptor):
         with self._lock:
             self._users[user.fork] = user
             self._table.create(user.id, user.fork, owner.id)
-        return user, Creation(user.id, user.fork, self.me)
+        return user, Creation(user.id, user.fork)
 
     def find(self, rref: RefId) -> Owned:
         """A value of ours. If the call that makes it is still to come, it is awaited."""
@@ -176,17 +183,14 @@ class RefService(Interceptor):
         self._local.packed.append(packed)
         return packed
 
-    def _pack_creation(self, creation: Creation, peer: Peer) -> tuple[RefId, RefId]:
-        self._local.creation = creation
-        return creation.rref, creation.fork
-
     def unpack(self, packed: Any, peer: Peer) -> Any:
         """See `Interceptor`."""
         if type(packed) is list:  # in safe mode it comes as msgpack made it
             packed = read_packed(packed)
         if not isinstance(packed, Packed):
-            rref, fork = packed
-            return self._unpack_creation(rref, fork, peer)
+            raise DecodeError(
+                f"expected a reference, found a value of type {type(packed).__name__}"
+            )
         self.leftovers.ensure_thread()
         rref, fork = packed.rref, packed.fork
         ref: Owned | User
@@ -219,16 +223,15 @@ class RefService(Interceptor):
             del self._owned[rref]  # only the program holds it now
         return owned
 
-    def _unpack_creation(self, rref: RefId, fork: RefId, peer: Peer) -> Owned:
-        """The fork is entered before the function that makes the value begins."""
+    def _enter(self, rref: RefId, fork: RefId, peer: Peer) -> Owned:
+        """A call came that makes a value; its first fork is entered before it begins."""
         with self._lock:
             owned = self._owned.get(rref) or Owned(rref)
             owned.is_begun = True
-            # Its creator may have died meanwhile, or given up.
-            if peer.fate is None and self._buried.pop(rref, None) is None:
+            # Its creator may have given up meanwhile, or died.
+            if peer.fate is None and rref not in self._buried:
                 self._owned[rref] = owned
                 self._table.add_fork(rref, fork, peer.info.id)
-        self._local.owned = owned
         return owned
 
     # --------------------------------------------------------------- calls and replies
@@ -241,9 +244,11 @@ class RefService(Interceptor):
         tensors: list[Tensor],
         of_modules: set[int],
         is_grad_enabled: bool,
+        making: object | None = None,
     ) -> Note:
         """See `Interceptor`."""
-        return _CallNote(self, *self._local.take_packed())
+        creation = making if isinstance(making, Creation) else None
+        return _CallNote(self, self._local.take_packed(), creation)
 
     def received_reply(
         self,
@@ -272,23 +277,41 @@ class RefService(Interceptor):
         tracked: list[Tensor],
     ) -> Scope:
         """See `Interceptor`."""
-        return _CallScope(self, *self._local.take_unpacked())
+        unconfirmed = self._local.take_unpacked()
+        made = decode_header(header).made if header is not None else None
+        if made is None:
+            return _CallScope(self, unconfirmed)
+        return _CreationScope(self, unconfirmed, self._enter(*made, peer))
 
     def packed_reply(self, peer: Peer) -> Scope:
         """See `Interceptor`."""
-        return _CallScope(self, [], None)
+        return _CallScope(self, [])
 
-    def dropped_call(self, peer: Peer, call_id: int, header: bytes) -> None:
+    def dropped_call(
+        self, peer: Peer, call_id: int, header: bytes, error: BaseException
+    ) -> None:
         """See `Interceptor`."""
-        self._settle_unseen(header)
+        made = self._settle_unseen(header)
+        if made is None:
+            return
+        rref, fork = made
+        # Whoever asks for the value is told, until its creator has heard of it as well.
+        # A call to ourselves may have been given up already.
+        owned = self._owned.get(rref) if fork == rref else self._enter(*made, peer)
+        if owned is not None:
+            self.keep(owned, None, error)
 
     def discarded(self, error: BaseException) -> None:
         """See `Interceptor`."""
-        packed, _ = self._local.take_packed()
-        self.cancel(packed)
-        _, owned = self._local.take_unpacked()
-        if owned is not None:
-            owned.settle(None, self.agent.rebuild(self.agent.describe(error)))
+        self.cancel(self._local.take_packed())
+        self._local.take_unpacked()
+
+    def keep(self, owned: Owned, value: Any, error: BaseException | None) -> None:
+        """A value is made, or will never be."""
+        if error is not None:
+            # Described at once: with its traceback it would keep the handler's frame.
+            error = self.agent.rebuild(self.agent.describe(error))
+        owned.settle(value, error)
 
     def cancel(self, packed: Iterable[Packed]) -> None:
         """References that we packed were not sent."""
@@ -302,10 +325,15 @@ class RefService(Interceptor):
             self._forget(instructions)
         self._perform(instructions)
 
-    def _settle_unseen(self, header: bytes) -> None:
-        """A message came that nobody will read; some of it may have been unpacked."""
+    def _settle_unseen(self, header: bytes) -> tuple[RefId, RefId] | None:
+        """A message came that nobody will read; some of it may have been unpacked.
+
+        Returns:
+            What it should have made.
+        """
         instructions: list[Instruction] = []
-        for item in decode_header(header):
+        references = decode_header(header)
+        for item in references.packed:
             owner, rref, fork, parent = item.owner, item.rref, item.fork, item.parent
             with self._lock:
                 if fork in self._users:
@@ -317,6 +345,7 @@ class RefService(Interceptor):
                 else:
                     instructions.append(TellArrived(parent, fork))
         self._perform(instructions)
+        return references.made
 
     def created(
         self,
@@ -509,16 +538,9 @@ class RefService(Interceptor):
             worker=owner.info.name,
         )
 
-    @contextmanager
-    def reaching(self, owner: WorkerInfo) -> Iterator[None]:
+    def reaching(self, owner: WorkerInfo) -> _Reaching:
         """Around a call to an owner: if that is lost, the error says what it means."""
-        try:
-            yield
-        except PeerLostError as error:
-            peer = self.agent.network.find(owner.id)
-            if peer.fate is None:
-                raise
-            raise self._owner_lost(peer) from error
+        return _Reaching(self, owner)
 
     def _ask(self, instruction: AskFork) -> None:
         owner = self.agent.network.find(instruction.to)
@@ -574,24 +596,41 @@ class RefService(Interceptor):
             _give_up(owned)
 
 
+class _Reaching:
+    """See `RefService.reaching`."""
+
+    __slots__ = ("_owner", "_service")
+
+    def __init__(self, service: RefService, owner: WorkerInfo) -> None:
+        self._service = service
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
+        if isinstance(error, PeerLostError):
+            peer = self._service.agent.network.find(self._owner.id)
+            if peer.fate is not None:
+                raise self._service._owner_lost(peer) from error
+
+
 class _Transfer(threading.local):
     """What a thread has packed or unpacked of the message that it is at."""
 
     def __init__(self) -> None:
         self.packed: list[Packed] = []
-        self.creation: Creation | None = None
         self.unconfirmed: list[User] = []
-        self.owned: Owned | None = None
 
-    def take_unpacked(self) -> tuple[list[User], Owned | None]:
+    def take_unpacked(self) -> list[User]:
         unconfirmed, self.unconfirmed = self.unconfirmed, []
-        owned, self.owned = self.owned, None
-        return unconfirmed, owned
+        return unconfirmed
 
-    def take_packed(self) -> tuple[list[Packed], Creation | None]:
+    def take_packed(self) -> list[Packed]:
         packed, self.packed = self.packed, []
-        creation, self.creation = self.creation, None
-        return packed, creation
+        return packed
 
 
 class _CallNote(Note):
@@ -602,8 +641,8 @@ class _CallNote(Note):
     def __init__(
         self, service: RefService, packed: list[Packed], creation: Creation | None
     ) -> None:
-        # Also an empty list: whoever makes a value is told of what goes wrong there.
-        super().__init__(Addition(encode_header(packed)))
+        made = None if creation is None else (creation.rref, creation.fork)
+        super().__init__(Addition(encode_header(References(packed, made))))
         self._service = service
         self._packed = packed
         self.creation = creation
@@ -619,16 +658,13 @@ class _CallNote(Note):
 
 
 class _CallScope(Scope):
-    """References that came with a call or leave with its reply; the value that it makes."""
+    """References that came with a call or leave with its reply."""
 
-    __slots__ = ("_owned", "_packed", "_service", "_unconfirmed")
+    __slots__ = ("_packed", "_service", "_unconfirmed")
 
-    def __init__(
-        self, service: RefService, unconfirmed: list[User], owned: Owned | None
-    ) -> None:
+    def __init__(self, service: RefService, unconfirmed: list[User]) -> None:
         self._service = service
         self._unconfirmed = unconfirmed
-        self._owned = owned
         self._packed: list[Packed] = []
 
     def enter_handler(self) -> AbstractContextManager[None] | None:
@@ -642,17 +678,32 @@ class _CallScope(Scope):
 
     def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
         """See `Scope`."""
-        self._packed, _ = self._service._local.take_packed()
-        return Addition(encode_header(self._packed) if self._packed else None)
+        packed = self._packed = self._service._local.take_packed()
+        return Addition(encode_header(References(packed))) if packed else NOTHING
 
     def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
         packed, self._packed = self._packed, []
         if packed:
             self._service.cancel(packed)
-        if self._owned is not None and error is not None:
-            agent = self._service.agent
-            self._owned.settle(None, agent.rebuild(agent.describe(error)))
+
+
+class _CreationScope(_CallScope):
+    """A call whose result stays here, as a value that is referred to."""
+
+    __slots__ = ("owned",)
+
+    keeps_result = True
+
+    def __init__(
+        self, service: RefService, unconfirmed: list[User], owned: Owned
+    ) -> None:
+        super().__init__(service, unconfirmed)
+        self.owned = owned
+
+    def keep(self, value: Any, error: BaseException | None) -> None:
+        """See `Scope`. An error is the value's, not the call's."""
+        self._service.keep(self.owned, value, error)
 
 
 def _give_up(owned: Owned | None) -> None:

@@ -201,7 +201,8 @@ class Server:
         self._agent.packing.discard(error)
         for interceptor in interceptors:
             if call.headers and interceptor.name in call.headers:
-                interceptor.dropped_call(peer, call.id, call.headers[interceptor.name])
+                header = call.headers[interceptor.name]
+                interceptor.dropped_call(peer, call.id, header, error)
 
     def _unpack(
         self, peer: Peer, call: Call, value: Any
@@ -257,7 +258,16 @@ class Server:
 class _Request:
     """The answer to one call, which is sent exactly once."""
 
-    __slots__ = ("_counts", "_id", "_link", "_server", "peer", "scopes", "target")
+    __slots__ = (
+        "_counts",
+        "_id",
+        "_keeper",
+        "_link",
+        "_server",
+        "peer",
+        "scopes",
+        "target",
+    )
 
     def __init__(
         self,
@@ -275,10 +285,13 @@ class _Request:
         self.target = target
         self._id = call_id
         self.scopes: list[tuple[str, Scope]] = []
+        self._keeper: Scope | None = None
 
     def add_scope(self, name: str, scope: Scope | None) -> None:
         if scope is not None:
             self.scopes.append((name, scope))
+            if scope.keeps_result:
+                self._keeper = scope
 
     def _add_headers(
         self,
@@ -301,6 +314,9 @@ class _Request:
         return flags
 
     def succeed(self, value: Any) -> None:
+        if self._keeper is not None:
+            self._keep(value, None)
+            value = None
         reply = Reply(self._id)
         packer = self._server._agent.packing.packer(self.peer)
         add_headers = functools.partial(self._add_headers, reply, packer)
@@ -315,7 +331,17 @@ class _Request:
         del value
         self._send(outgoing)
 
+    def _keep(self, value: Any, error: BaseException | None) -> None:
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.keep(value, error)
+
     def fail(self, error: BaseException) -> None:
+        if self._keeper is not None:
+            self._keep(None, error)
+            error.__traceback__ = None
+            self.succeed(None)
+            return
         self._fail_scopes(error)
         worker = self._server._agent.info.name
         _log.debug("worker %s: a call failed", worker, exc_info=error)
