@@ -17,6 +17,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -341,3 +342,56 @@ def test_order_of_the_option_is_the_preference(make_cluster):
     )
 
     assert workers.run(0, call_all, 2) == {"w1": "tcp"}
+
+
+def start_job(
+    namespace: str, tls: rpc.TlsOptions, *arguments: str, cwd: Path
+) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    program = str(root / "examples" / "split_learning.py")
+    return subprocess.Popen(
+        [
+            *(
+                "ip",
+                "netns",
+                "exec",
+                namespace,
+                sys.executable,
+                "-m",
+                "gradwire",
+                "run",
+            ),
+            *("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29577"),
+            *("--role", "labels=1", "--role", "hospital=2", *arguments),
+            *(program, "--short"),
+        ],
+        env={
+            **os.environ,
+            "GRADWIRE_TLS_CA": str(tls.ca),
+            "GRADWIRE_TLS_CERT": str(tls.certificate),
+            "GRADWIRE_TLS_KEY": str(tls.key),
+        },
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_launched_program_trains_between_hosts_by_tls(cable, tmp_path):
+    tls = Office(tmp_path / "certificates").options()
+    jobs = [
+        start_job(cable.left, tls, "--node-rank=0", "--nproc-per-node=1", cwd=tmp_path),
+        start_job(
+            cable.right, tls, "--node-rank=1", "--nproc-per-node=2", cwd=tmp_path
+        ),
+    ]
+    try:
+        outputs = [job.communicate(timeout=4 * LIMIT_S)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    assert "every weight of all three networks is the same" in outputs[0]

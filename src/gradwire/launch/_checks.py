@@ -17,11 +17,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from gradwire._config import RpcBackendOptions, find_secret
+from gradwire._config import RpcBackendOptions, find_secret, find_tls
 from gradwire._environment import find_variable
 from gradwire.errors import GradwireError
 from gradwire.rpc.extension import find_address, rendezvous_host
 from gradwire.transport import get_transport
+from gradwire.transport._tls_credentials import load_credentials
 
 __all__ = ["Finding", "check_host"]
 
@@ -57,6 +58,7 @@ def check_host(options: RpcBackendOptions) -> list[Finding]:
         _check_port,
         _check_meeting_place,
         _check_secret,
+        _check_tls,
     ]
     for check in checks:
         try:
@@ -255,3 +257,22 @@ def _check_secret(options: RpcBackendOptions) -> Iterator[Finding]:
             f"{path} can be read by others",
             f"chmod 600 {path}",
         )
+
+
+def _check_tls(options: RpcBackendOptions) -> Iterator[Finding]:
+    tls = find_tls(options)
+    if tls is None:
+        yield Finding(
+            "note",
+            "tls",
+            "no certificates",
+            "between hosts they are needed, unless the network is trusted "
+            "(RpcBackendOptions(allow_plain_tcp=True)): gradwire certs makes them",
+        )
+        return
+    try:
+        load_credentials(tls)
+    except GradwireError as error:
+        yield Finding("bad", "tls", str(error), "gradwire certs makes new ones")
+    else:
+        yield Finding("ok", "tls", f"{tls.certificate} is signed by {tls.ca}")

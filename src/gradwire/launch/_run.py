@@ -33,7 +33,12 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
-from gradwire._config import ROLES_VARIABLE, RpcBackendOptions, find_secret
+from gradwire._config import (
+    ROLES_VARIABLE,
+    RpcBackendOptions,
+    find_secret,
+    find_tls,
+)
 from gradwire.errors import LaunchError, UsageError
 from gradwire.launch._output import Output
 from gradwire.launch._roles import format_roles, worker_of
@@ -116,13 +121,14 @@ def _check_program(program: Sequence[str]) -> None:
 
 def _ensure_secret(num_nodes: int) -> None:
     """All workers get one secret; between hosts only the user can hand it out."""
-    if find_secret(RpcBackendOptions()) is not None:
+    options = RpcBackendOptions()
+    if find_secret(options) is not None or find_tls(options) is not None:
         return
     if num_nodes > 1:
         raise UsageError(
-            "workers on several hosts need one secret: make one, for example with "
-            "python -c 'import secrets; print(secrets.token_hex(32))', and set "
-            "GRADWIRE_SECRET, or GRADWIRE_SECRET_FILE, to it on every host"
+            "workers on several hosts need one secret, or certificates: set GRADWIRE_SECRET, "
+            "or GRADWIRE_SECRET_FILE, to the same on every host (python -c 'import secrets; "
+            "print(secrets.token_hex(32))' makes one), or see gradwire certs"
         )
     os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)
 
