@@ -344,13 +344,18 @@ class Cluster:
         """Starts a new process under the same name and rank, with the same store."""
         self.begin_restart(rank).result(timeout)
 
-    def begin_restart(self, rank: int) -> Handle:
-        """Like `restart`, without waiting; the result comes when the worker is ready."""
+    def begin_restart(self, rank: int, *first: Any) -> Handle:
+        """Like `restart`, without waiting; the result comes when the worker is ready.
+
+        Args:
+            rank: Which worker.
+            first: A function that it calls before ``init_rpc``, and its arguments.
+        """
         if self._workers[rank].process.is_alive():
             self.kill(rank)
         self.disturbed = True
         self._workers[rank].dispose()
-        self._workers[rank] = worker = self._fork(rank)
+        self._workers[rank] = worker = self._fork(rank, first)
         return Handle(self, worker, worker_process.READY, "init_rpc")
 
     def is_healthy(self) -> bool:
@@ -465,7 +470,7 @@ class Cluster:
         self._closed = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _fork(self, rank: int) -> _Worker:
+    def _fork(self, rank: int, first: tuple[Any, ...] = ()) -> _Worker:
         name = self.names[rank]
         self._num_started += 1
         stacks = self._folder / f"{name.replace(':', '_')}.{self._num_started}.stacks"
@@ -476,6 +481,7 @@ class Cluster:
             self._options,
             stacks,
             self._namespaces[rank] if self._namespaces else None,
+            first,
         )
         before = leaks.take_snapshot()
         ours, theirs = _context.Pipe()

@@ -49,6 +49,8 @@ class Settings:
     options: dict[str, Any]
     stacks: Path
     namespace: str | None = None
+    # A function and its arguments, to be called before `init_rpc`.
+    first: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def _initialise(setup: Settings) -> None:
     gc.freeze()
     global _before_init, _setup
     _before_init, _setup = _look_at_sockets_and_threads(), setup
+    if setup.first:
+        setup.first[0](*setup.first[1:])
     _join(setup)
 
 

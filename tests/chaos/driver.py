@@ -279,6 +279,12 @@ class Run:
             return
         told = self._run(victim.rank, training.call_when_lost, training.TRAINER)
         self._log(f"{victim.name} is back and was told: {told or 'nothing'}")
+        wanted = "declared this worker" if fault.kind == "freeze" else "is lost"
+        if wanted not in told:
+            raise ChaosError(
+                f"{victim.name} was lost ({fault.kind}) and is back, but its call to the "
+                f"trainer says: {told or 'nothing'}"
+            )
         if random.Random(str(fault)).random() < 0.5:
             self._restart(victim)
         else:

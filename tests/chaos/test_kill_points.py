@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import probes
-from chaos import kill_points
+from chaos import kill_points, training
 from chaos.kill_points import Point, When
 from chaos.sweep import NOTICED_S, Sweep
-from cluster import ensure_fork_server
+from cluster import WorkerDied, ensure_fork_server
 from gradwire import rpc
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.chaos]
@@ -69,6 +69,32 @@ def test_death_at_a_message_of_a_step_harms_nobody_else(
         for point in points:
             print(victim, *point)
             assert sweep.try_point(victim, Point(*point)), "nobody died"
+
+
+# ------------------------------------------------------------------------------- init
+
+
+def test_death_anywhere_in_init_disturbs_nobody(make_cluster, tmp_path: Path) -> None:
+    """A worker that comes back dies again on its way in; the next one gets in."""
+    cluster = make_cluster(3)
+    cluster.kill(1)
+    whole = cluster.begin_restart(1, kill_points.arm, Point("at call", 0), tmp_path)
+    whole.result()
+    num_calls = cluster.run(1, kill_points.count_calls)
+    for part in (0.02, 0.4, 0.7, 0.97):
+        cluster.kill(1)
+        point = Point("at call", int(part * num_calls))
+        print(point)
+        dying = cluster.begin_restart(1, kill_points.arm, point, tmp_path / f"{part}")
+
+        for rank in (0, 2):
+            cluster.run(rank, training.call_everybody, ["w0", "w2"])
+        with pytest.raises(WorkerDied):
+            dying.result()
+        cluster.wait_dead(1)
+        cluster.restart(1)
+        for rank in range(3):
+            cluster.run(rank, training.call_everybody, ["w0", "w1", "w2"])
 
 
 # ----------------------------------------------------------------- graceful shutdown

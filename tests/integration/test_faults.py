@@ -22,6 +22,8 @@ import torch
 import functions
 import probes
 import worker_process
+from chaos import kill_points
+from chaos.kill_points import Point
 from cluster import Cluster, Handle, WorkerDied
 from gradwire import rpc
 from gradwire.errors import ConnectTimeout, PeerLostError, UsageError
@@ -509,6 +511,31 @@ def test_worker_killed_during_init_can_be_replaced(blank_workers, tmp_path):
     for start in starts:
         start.result()
     assert first.run(0, call, "w1", functions.get_pid) == spare.pid(0)
+    ends = [one.start(0, shut_down) for one in (first, last, spare)]
+    for end in ends:
+        end.result()
+
+
+@pytest.mark.parametrize("number", [20, 200, 350, 500])
+def test_worker_that_dies_anywhere_in_the_first_init_can_be_replaced(
+    blank_workers, tmp_path, number
+):
+    """All are on their way in; one dies at some call of a function of ours."""
+    first, victim, last, spare = blank_workers(4)
+    store = f"file://{tmp_path}/store"
+    victim.run(0, kill_points.arm, Point("at call", number), tmp_path / "death")
+    starts = [
+        group.start(0, init_again, rank, 3, store, 20.0)
+        for rank, group in ((0, first), (1, victim), (2, last))
+    ]
+    victim.wait_dead(0, timeout=10)
+
+    starts[1] = spare.start(0, init_again, 1, 3, store, 20.0)
+
+    for start in starts:
+        start.result()
+    for group in (first, last):
+        assert group.run(0, call, "w1", functions.get_pid) == spare.pid(0)
     ends = [one.start(0, shut_down) for one in (first, last, spare)]
     for end in ends:
         end.result()
