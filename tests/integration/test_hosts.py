@@ -345,53 +345,48 @@ def test_order_of_the_option_is_the_preference(make_cluster):
 
 
 def start_job(
-    namespace: str, tls: rpc.TlsOptions, *arguments: str, cwd: Path
-) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    program = str(root / "examples" / "split_learning.py")
-    return subprocess.Popen(
-        [
-            *(
-                "ip",
-                "netns",
-                "exec",
-                namespace,
-                sys.executable,
-                "-m",
-                "gradwire",
-                "run",
-            ),
-            *("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29577"),
-            *("--role", "labels=1", "--role", "hospital=2", *arguments),
-            *(program, "--short"),
-        ],
-        env={
-            **os.environ,
-            "GRADWIRE_TLS_CA": str(tls.ca),
-            "GRADWIRE_TLS_CERT": str(tls.certificate),
-            "GRADWIRE_TLS_KEY": str(tls.key),
-        },
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    namespace: str, tls: rpc.TlsOptions, log: Path, *arguments: str
+) -> subprocess.Popen[bytes]:
+    program = Path(__file__).parents[2] / "examples" / "split_learning.py"
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [
+                *("ip", "netns", "exec", namespace),
+                *(sys.executable, "-m", "gradwire", "run"),
+                *("--nnodes", "2", "--rdzv-endpoint", "10.213.7.1:29577"),
+                *("--role", "labels=1", "--role", "hospital=2", *arguments),
+                *(str(program), "--short"),
+            ],
+            env={
+                **os.environ,
+                "GRADWIRE_TLS_CA": str(tls.ca),
+                "GRADWIRE_TLS_CERT": str(tls.certificate),
+                "GRADWIRE_TLS_KEY": str(tls.key),
+            },
+            cwd=log.parent,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
 
+@pytest.mark.timeout(150)
 def test_launched_program_trains_between_hosts_by_tls(cable, tmp_path):
     tls = Office(tmp_path / "certificates").options()
+    left, right = tmp_path / "left.log", tmp_path / "right.log"
     jobs = [
-        start_job(cable.left, tls, "--node-rank=0", "--nproc-per-node=1", cwd=tmp_path),
-        start_job(
-            cable.right, tls, "--node-rank=1", "--nproc-per-node=2", cwd=tmp_path
-        ),
+        start_job(cable.left, tls, left, "--node-rank=0", "--nproc-per-node=1"),
+        start_job(cable.right, tls, right, "--node-rank=1", "--nproc-per-node=2"),
     ]
     try:
-        outputs = [job.communicate(timeout=4 * LIMIT_S)[0] for job in jobs]
+        for job in jobs:
+            job.wait(4 * LIMIT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(left.read_text() + right.read_text())
     finally:
         for job in jobs:
             job.kill()
             job.wait()
 
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert "every weight of all three networks is the same" in outputs[0]
+    text = left.read_text()
+    assert [job.returncode for job in jobs] == [0, 0], text + right.read_text()
+    assert "every weight of all three networks is the same" in text
