@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import syscalls
+from certificates import Office
 from gradwire import rpc
 
 pytestmark = [
@@ -100,6 +101,28 @@ def test_a_call_costs_one_write_and_one_read_on_each_side(make_cluster, name):
         assert counts["rt_sigaction"] == (2 * NUM_CALLS if rank == 0 else 0)
         rest = set(counts) - WAITING - OTHERS
         assert rest <= {"sendto", "sendmsg", "recvmsg", "recvfrom", "rt_sigaction"}
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls"])
+def test_tls_costs_one_more_read_and_no_more_writes(make_cluster, tmp_path, scheme):
+    syscalls.require_strace()
+    options = {**CALM, "transports": (scheme,), "bind_address": "127.0.0.1"}
+    options |= (
+        {"tls": Office(tmp_path).options()} if scheme == "tls" else {"secret": SECRET}
+    )
+    workers = make_cluster(2, options)
+    workers.run(0, call_often, "w1")
+    for rank in range(2):
+        with syscalls.counted(workers.pid(rank)) as counts:
+            workers.run(0, call_often, "w1")
+        print(scheme, "caller" if rank == 0 else "callee", dict(counts.most_common()))
+        # The harness reads and writes a little as well.
+        num_writes = counts["sendto"] + counts["sendmsg"] + counts["write"]
+        assert NUM_CALLS <= num_writes <= NUM_CALLS + 5
+        # OpenSSL reads the head of a record, and then the rest.
+        num_reads = counts["recvmsg"] + counts["recvfrom"] + counts["read"]
+        reads_per_call = 2 if scheme == "tls" else 1
+        assert NUM_CALLS <= num_reads <= 1.1 * reads_per_call * NUM_CALLS
 
 
 def test_heartbeats_come_by_the_clock_and_not_by_the_call(make_cluster):
