@@ -229,8 +229,22 @@ def _init(system: str, rank: int, store: str) -> Any:
         return torch_rpc
     from gradwire import rpc
 
-    rpc.init_rpc(f"w{rank}", rank, 2, rpc.RpcBackendOptions(init_method=store))
+    options = rpc.RpcBackendOptions(init_method=store, **_gradwire_options(system))
+    rpc.init_rpc(f"w{rank}", rank, 2, options)
     return rpc
+
+
+def _gradwire_options(system: str) -> dict[str, Any]:
+    """What makes gradwire use one transport, on one host (see tls.py)."""
+    if system == "gradwire":
+        return {}
+    options: dict[str, Any] = {
+        "transports": (system,),
+        "advertise_address": "127.0.0.1",
+    }
+    if system == "tcp":
+        options["secret"] = "of a benchmark"
+    return options
 
 
 def _serve(system: str, rank: int, store: str, pipe: Connection) -> None:

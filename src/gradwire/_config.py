@@ -8,7 +8,14 @@ from pathlib import Path
 
 from gradwire.errors import UsageError
 
-__all__ = ["RpcBackendOptions", "TlsOptions", "find_name", "find_secret", "find_tls"]
+__all__ = [
+    "RpcBackendOptions",
+    "TlsOptions",
+    "find_name",
+    "find_secret",
+    "find_tls",
+    "is_plain_tcp_allowed",
+]
 
 NAME_VARIABLE = "GRADWIRE_NAME"
 """Name of a worker that a launcher has started; the default of ``init_rpc``."""
@@ -104,7 +111,7 @@ class RpcBackendOptions:
             ``allow_plain_tcp`` is set and there is a secret.
         allow_plain_tcp: Whether other hosts may be reached by plain TCP, where whoever
             is on the way can read and change everything. Naming ``tcp`` in
-            ``transports`` allows it as well.
+            ``transports``, or ``GRADWIRE_ALLOW_PLAIN_TCP=1``, allows it as well.
         bind_address: Address that the listener binds to. None: the advertised one.
         advertise_address: Address that others are told to connect to. None: found out.
         interface: Network interface whose address is advertised, for example ``eth0``.
@@ -266,3 +273,13 @@ def find_tls(options: RpcBackendOptions) -> TlsOptions | None:
             f"TLS needs all of {', '.join(variables)}; missing: {', '.join(missing)}"
         )
     return TlsOptions(ca=paths[0], certificate=paths[1], key=paths[2])
+
+
+def is_plain_tcp_allowed(options: RpcBackendOptions) -> bool:
+    """Whether the options or the environment allow plain TCP between hosts."""
+    if options.allow_plain_tcp:
+        return True
+    found = os.environ.get("GRADWIRE_ALLOW_PLAIN_TCP", "0")
+    if found not in ("", "0", "1"):
+        raise UsageError(f"GRADWIRE_ALLOW_PLAIN_TCP must be 0 or 1, found {found!r}")
+    return found == "1"

@@ -87,6 +87,13 @@ def test_certificates_say_what_was_asked_for(tmp_path):
     assert isinstance(key.curve, ec.SECP256R1)
 
 
+def test_workers_of_a_host_can_share_a_certificate(tmp_path):
+    assert make(tmp_path, "--worker", "ps,trainer:*") == 0
+
+    names = load_credentials(options(tmp_path, "ps+trainer_any")).names
+    assert names.workers == ("ps", "trainer:*")
+
+
 def test_authority_is_made_once(tmp_path):
     assert make(tmp_path, "--worker", "w0") == 0
     before = (tmp_path / "ca.pem").read_bytes(), (tmp_path / "ca.key").read_bytes()

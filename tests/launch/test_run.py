@@ -117,7 +117,7 @@ def test_ctrl_c_ends_everything(tmp_path):
         (["--role", "ps=1", "no_such_file.py"], "no script 'no_such_file.py'"),
         (
             ["--role", "a=3", "--nnodes", "2", "--rdzv-endpoint", "h:1", str(PROGRAMS)],
-            "need one secret",
+            "need certificates",
         ),
     ],
 )

@@ -22,7 +22,7 @@ _MOST_DAYS = 36500
 
 _EPILOG = """\
 The folder then has ca.pem, ca.key and, for each worker, NAME.pem and NAME.key (where a
-name has ':' or '*', the files have '_' and 'any'). Every worker needs ca.pem and its own
+name has ':', '*' or ',', the files have '_', 'any' or '+'). Every worker needs ca.pem and its own
 two files. ca.key can make a certificate for any name: keep it where no worker runs.
 """
 
@@ -45,7 +45,8 @@ def add_to(commands: Any) -> None:
         required=True,
         action="append",
         metavar="NAME",
-        help="name of a worker, as in init_rpc; 'trainer*' is for all names that begin so",
+        help="name of a worker, as in init_rpc; 'trainer*' is for all names that begin "
+        "so; 'a,b' makes one certificate for both",
     )
     parser.add_argument(
         "--host",
@@ -74,8 +75,8 @@ def _run(options: argparse.Namespace) -> int:
     authority = _find_authority(folder)
     # All are made before any is written: a host that is wrong leaves none behind.
     issued = {
-        stem: authority.issue([worker], options.host, days=options.days)
-        for stem, worker in stems.items()
+        stem: authority.issue(workers.split(","), options.host, days=options.days)
+        for stem, workers in stems.items()
     }
     for stem, files in issued.items():
         _write(folder / f"{stem}.key", files.key, 0o600)
@@ -95,7 +96,9 @@ def _file_names(workers: list[str]) -> dict[str, str]:
     """Names of files, without their endings, and the workers that they are for."""
     stems: dict[str, str] = {}
     for worker in workers:
-        stem = check_pattern(worker).replace(":", "_").replace("*", "any")
+        for name in worker.split(","):
+            check_pattern(name)
+        stem = worker.replace(":", "_").replace("*", "any").replace(",", "+")
         if stem == "ca" or stems.setdefault(stem, worker) != worker:
             raise UsageError(
                 f"the files of worker {worker!r} would be named {stem!r}, as those of "

@@ -17,7 +17,8 @@ Starts a program as a group of workers, on torch's own elastic launcher:
 Each worker is a process. gradwire.rpc.init_rpc() needs no arguments in it, and
 gradwire.launch.this_worker() tells its name and role: here ps, trainer:0, trainer:1 and
 trainer:2, with ranks in this order. Several hosts: run the same command on each, with
---nnodes and --rdzv-endpoint, and the same GRADWIRE_SECRET.
+--nnodes and --rdzv-endpoint, and with certificates (gradwire certs), or, on a network that
+is yours alone, with GRADWIRE_ALLOW_PLAIN_TCP=1 and the same GRADWIRE_SECRET.
 """
 
 _TORCH_OPTIONS = {

@@ -105,7 +105,7 @@ def _check_cores(options: RpcBackendOptions) -> Iterator[Finding]:
 
 
 def _check_transports(options: RpcBackendOptions) -> Iterator[Finding]:
-    names = options.transports or ("unix", "tcp")
+    names = options.transports or ("unix", "tls", "tcp")
     for name in names:
         transport = get_transport(name)
         if not transport.is_available():

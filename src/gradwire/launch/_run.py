@@ -126,9 +126,10 @@ def _ensure_secret(num_nodes: int) -> None:
         return
     if num_nodes > 1:
         raise UsageError(
-            "workers on several hosts need one secret, or certificates: set GRADWIRE_SECRET, "
-            "or GRADWIRE_SECRET_FILE, to the same on every host (python -c 'import secrets; "
-            "print(secrets.token_hex(32))' makes one), or see gradwire certs"
+            "workers on several hosts need certificates (GRADWIRE_TLS_CA, _CERT and _KEY; "
+            "gradwire certs makes them), or GRADWIRE_ALLOW_PLAIN_TCP=1 and one secret: set "
+            "GRADWIRE_SECRET, or GRADWIRE_SECRET_FILE, to the same on every host "
+            "(python -c 'import secrets; print(secrets.token_hex(32))' makes one)"
         )
     os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)
 

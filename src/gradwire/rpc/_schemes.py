@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 
-from gradwire._config import RpcBackendOptions, find_tls
+from gradwire._config import RpcBackendOptions, find_tls, is_plain_tcp_allowed
 from gradwire.errors import ConnectError, UsageError
 from gradwire.transport import Transport, get_transport
 from gradwire.transport._tls_credentials import (
@@ -110,7 +110,7 @@ def _default_schemes(
 ) -> tuple[str, ...]:
     if credentials is not None:
         return ("unix", "tls")
-    return ("unix", "tcp") if options.allow_plain_tcp else ("unix",)
+    return ("unix", "tcp") if is_plain_tcp_allowed(options) else ("unix",)
 
 
 def warn_if_readable(transport: Transport, host: str) -> None:

@@ -14,6 +14,11 @@ from gradwire.transport._tls_credentials import TlsCredentials, load_credentials
 SECRET = b"secret"
 
 
+@pytest.fixture(autouse=True)
+def nothing_allowed(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_ALLOW_PLAIN_TCP", raising=False)
+
+
 @pytest.fixture(scope="module")
 def credentials(tmp_path_factory) -> TlsCredentials:
     return load_credentials(Office(tmp_path_factory.mktemp("office")).options())
@@ -34,6 +39,18 @@ def test_transports_without_certificates(options, secret, expected):
     found = usable_transports(RpcBackendOptions(**options), secret, None)
 
     assert list(found) == expected
+
+
+def test_environment_may_allow_plain_tcp(monkeypatch):
+    monkeypatch.setenv("GRADWIRE_ALLOW_PLAIN_TCP", "1")
+    assert list(usable_transports(RpcBackendOptions(), SECRET, None)) == ["unix", "tcp"]
+
+    monkeypatch.setenv("GRADWIRE_ALLOW_PLAIN_TCP", "0")
+    assert list(usable_transports(RpcBackendOptions(), SECRET, None)) == ["unix"]
+
+    monkeypatch.setenv("GRADWIRE_ALLOW_PLAIN_TCP", "please")
+    with pytest.raises(UsageError, match="must be 0 or 1, found 'please'"):
+        usable_transports(RpcBackendOptions(), SECRET, None)
 
 
 @pytest.mark.parametrize("secret", [None, SECRET])
