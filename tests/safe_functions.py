@@ -125,8 +125,50 @@ def open_gate() -> None:
     _gate.set()
 
 
+@export
 def close_gate() -> None:
     _gate.clear()
+
+
+@export
+def take(*_: Any) -> None:
+    pass
+
+
+@export
+def scale(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@export
+def ask_by_short_name(to: str, name: str, *args: Any) -> Any:
+    return rpc.rpc_sync(to, {"add": torch.add}[name], args)
+
+
+@export
+def num_active() -> int:
+    return int(rpc.get_debug_info()["server_active_calls"])
+
+
+@export
+def ask_active(to: str) -> int:
+    """How many calls are open there, without this one."""
+    return rpc.rpc_sync(to, num_active) - 1
+
+
+@export
+def ask_to_open_gate(to: str) -> None:
+    rpc.rpc_sync(to, open_gate)
+
+
+@export
+def num_contexts() -> int:
+    return int(autograd.get_debug_info()["contexts"])
+
+
+@export
+def num_forks() -> int:
+    return int(rpc.get_debug_info()["forks"])
 
 
 # -------------------------------------------------------------------------- references

@@ -131,6 +131,11 @@ class RpcBackendOptions:
         serializer: How values travel, the same on all workers of a group: ``"pickle"``
             between workers that trust each other, ``"safe"`` if they do not: nothing is
             unpickled, and only what `gradwire.rpc.export` marks can be called.
+        max_peer_bytes: How many bytes of requests that we have not answered one peer may
+            make us hold. Over this limit and the next three the peer gets an error.
+        max_peer_calls: How many calls of one peer may be open here.
+        max_peer_contexts: How many autograd contexts one peer may keep alive here.
+        max_peer_rrefs: How many references to values of ours one peer may hold.
 
     Example:
         >>> RpcBackendOptions(rpc_timeout=5.0).rpc_timeout
@@ -157,6 +162,10 @@ class RpcBackendOptions:
     shared_memory_min_bytes: int = 128 << 10
     shared_memory_keep_bytes: int = 512 << 20
     serializer: str = "pickle"
+    max_peer_bytes: int = 1 << 36
+    max_peer_calls: int = 1 << 20
+    max_peer_contexts: int = 1 << 20
+    max_peer_rrefs: int = 1 << 20
 
     def __post_init__(self) -> None:
         _check_seconds("rpc_timeout", self.rpc_timeout, zero_allowed=True)
@@ -168,6 +177,10 @@ class RpcBackendOptions:
             "max_frame_bytes",
             "max_inflight_bytes",
             "shared_memory_min_bytes",
+            "max_peer_bytes",
+            "max_peer_calls",
+            "max_peer_contexts",
+            "max_peer_rrefs",
         ):
             _check_count(name, getattr(self, name), minimum=1)
         _check_count(

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+from gradwire._config import RpcBackendOptions
 from gradwire._ids import WorkerInfo
 from gradwire.errors import (
     CallTimeout,
@@ -38,6 +39,8 @@ from gradwire.errors import (
     PeerLostError,
 )
 from gradwire.rpc._interceptors import Note, Scope
+from gradwire.rpc._limits import PeerLimits
+from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref_parts import Deleted, Handle, Owned, Packed, User
 from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
@@ -167,10 +170,17 @@ class Agent:
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self.info = WorkerInfo(f"w{rank}", rank)
+        self.limits = PeerLimits(RpcBackendOptions(), self.info.name)
         self.network = self
         self._simulation = simulation
         infos = [WorkerInfo(f"w{r}", r) for r in range(simulation.setting.num_workers)]
         self._peers = [Peer(info) for info in infos]
+
+    def describe(self, error: BaseException) -> Any:
+        return describe(error, self.info.name)
+
+    def rebuild(self, description: Any) -> BaseException:
+        return rebuild(description)
 
     def find(self, to: int | WorkerInfo) -> Any:
         return self._peers[to.id if isinstance(to, WorkerInfo) else to]

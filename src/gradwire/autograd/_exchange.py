@@ -54,6 +54,7 @@ from gradwire.errors import (
     BackwardTimeout,
     ContextReleased,
     GradwireError,
+    LimitExceeded,
     RemoteProtocolError,
 )
 from gradwire.rpc.extension import (
@@ -225,7 +226,12 @@ class Exchange:
         side = self.registry.find(name)
         if side is None and not is_implicit(name.key):
             # It may overtake the request that brings the context.
-            side = self.registry.join(name, "", False)
+            try:
+                side = self.registry.join(name, "", False, peer)
+            except LimitExceeded as error:
+                over = self.describe(error)
+                self._tell_abort(name, pass_id, peer.info.id, over)
+                return
         if side is None:
             cause = self.registry.why_broken(name)
             cause = cause or self.describe(self._no_side(name))

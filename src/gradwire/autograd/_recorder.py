@@ -54,7 +54,7 @@ from gradwire.autograd._torch_private import (
     has_tangent,
     is_anything_special,
 )
-from gradwire.errors import EncodeError
+from gradwire.errors import EncodeError, LimitExceeded
 from gradwire.rpc.extension import (
     NOTHING,
     Addition,
@@ -258,14 +258,22 @@ class Recorder(Interceptor):
             scope = _CallScope(exchange, peer, name, label, call)
             if call.flags & MESSAGE_HAS_HISTORY:
                 scope.side = exchange.registry.add_call(
-                    name, call_label(label, peer.info.name), is_caller=False
+                    name,
+                    call_label(label, peer.info.name),
+                    is_caller=False,
+                    peer=peer,
                 )
                 scope.side.is_serving = True
         else:
             name = ContextName(call.key, call.incarnation)
             scope = _CallScope(exchange, peer, name, label, call)
             into_grad = bool(call.flags & CONTEXT_KEEPS_GRAD)
-            side = scope.side = exchange.registry.join(name, "", into_grad)
+            try:
+                side = exchange.registry.join(name, "", into_grad, peer)
+            except LimitExceeded as error:
+                self.dropped_call(peer, call_id, header, error)
+                raise
+            scope.side = side
             if side is None:
                 scope.records = False  # the context is over: plain values
                 return scope
@@ -469,6 +477,7 @@ class _CallScope(Scope):
                 self._name,
                 call_label(self._label, self._peer.info.name),
                 is_caller=self._peer.info.id == self._exchange.me,
+                peer=self._peer,
             )
         side.is_serving = False
         history = leaving([tensors[i] for i in tracked])

@@ -19,6 +19,7 @@ from gradwire.rpc.extension import rebuild
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
+    from gradwire.rpc.extension import Peer
 
 __all__ = ["Ended", "Registry"]
 
@@ -71,6 +72,7 @@ class Registry:
         self._lock = threading.Lock()
         self._sides: dict[int, Side] = {}
         self._ended: dict[int, Ended] = {}
+        self._brought: dict[int, int] = {}
         self._issued = -1
         self._live: set[int] = set()
         self._kept: weakref.WeakSet[Mark] = weakref.WeakSet()
@@ -130,8 +132,14 @@ class Registry:
             worker=self._exchange.agent.info.name,
         )
 
-    def join(self, name: ContextName, label: str, into_grad: bool) -> Side | None:
-        """Our side of a context, made if there is none; None if the context is over."""
+    def join(
+        self, name: ContextName, label: str, into_grad: bool, peer: Peer
+    ) -> Side | None:
+        """Our side of a context, made if there is none; None if the context is over.
+
+        Raises:
+            LimitExceeded: The peer that brings it has brought too many.
+        """
         side = self.find(name)
         if side is not None:
             return side
@@ -143,16 +151,61 @@ class Registry:
                 return None
             if name in self._broken:
                 return None
-            return self._make(name, label, into_grad)
+            self._check_limit(peer)
+            return self._charge(self._make(name, label, into_grad), peer)
 
-    def add_call(self, name: ContextName, label: str, *, is_caller: bool) -> Side:
-        """Our side of the context that a call is by itself; a call to oneself has one."""
+    def add_call(
+        self,
+        name: ContextName,
+        label: str,
+        *,
+        is_caller: bool,
+        peer: Peer | None = None,
+    ) -> Side:
+        """Our side of the context that a call is by itself; a call to oneself has one.
+
+        Args:
+            name: The context.
+            label: What to call it in messages.
+            is_caller: Whether the call is ours.
+            peer: If it is not: whose.
+
+        Raises:
+            LimitExceeded: The peer that calls has too many.
+        """
         with self._lock:
             side = self._sides.get(name.key)
             if side is None or side.name != name:
+                if peer is not None:
+                    self._check_limit(peer)
+                if side is not None:
+                    self._discharge(side)
                 side = Side(self._exchange, name, label, holds_weakly=is_caller)
                 self._sides[name.key] = side
+                if peer is not None:
+                    self._charge(side, peer)
             return side
+
+    # Contexts are charged to the peer that brought them here, whoever opened them.
+
+    def _check_limit(self, peer: Peer) -> None:
+        agent, rank = self._exchange.agent, peer.info.id
+        if self._brought.get(rank, 0) >= agent.limits.contexts and (
+            rank != self._exchange.me
+        ):
+            raise agent.limits.over_contexts(peer.info.name)
+
+    def _charge(self, side: Side, peer: Peer) -> Side:
+        side.brought_by = peer.info.id
+        self._brought[peer.info.id] = self._brought.get(peer.info.id, 0) + 1
+        return side
+
+    def _discharge(self, side: Side) -> None:
+        rank = side.brought_by
+        if rank is not None:
+            self._brought[rank] -= 1
+            if not self._brought[rank]:
+                del self._brought[rank]
 
     def _make(self, name: ContextName, label: str, into_grad: bool) -> Side:
         label = label or f"the context {name.key}"
@@ -181,6 +234,7 @@ class Registry:
             if side is None or side.name.incarnation != name.incarnation:
                 return None
             del self._sides[name.key]
+            self._discharge(side)
             if not is_implicit(name.key) and opener_of(name.key) == self._exchange.me:
                 self._live.discard(counter_of(name.key))
             side.is_released = True
@@ -249,6 +303,7 @@ class Registry:
             self._is_closed = True
             sides = list(self._sides.values())
             self._sides.clear()
+            self._brought.clear()
             self._live.clear()
             return sides
 

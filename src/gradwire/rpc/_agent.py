@@ -37,6 +37,7 @@ from gradwire.rpc._context import serving_agent
 from gradwire.rpc._exports import exports
 from gradwire.rpc._future import Future, Outcome, _refuse_in_event_loop
 from gradwire.rpc._interceptors import Note, registered_interceptors
+from gradwire.rpc._limits import PeerLimits
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._membership import Membership
@@ -121,6 +122,7 @@ class Agent:
         self.info = WorkerInfo(check_worker_name(name), check_rank(rank))
         self.options = options
         self.rpc_timeout = options.rpc_timeout
+        self.limits = PeerLimits(options, name)
         self.is_safe = options.serializer == "safe"
         self.serializer: Serializer
         self.targets: Targets

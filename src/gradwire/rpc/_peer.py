@@ -9,6 +9,7 @@ from typing import Any
 from gradwire._ids import WorkerInfo
 from gradwire.errors import ClosedError, PeerLostError
 from gradwire.rpc._calls import CallTable
+from gradwire.rpc._limits import Held
 from gradwire.rpc._link import Link
 from gradwire.rpc._records import WorkerRecord
 
@@ -29,6 +30,7 @@ class Peer:
         self.incarnation = incarnation
         self.record = record
         self.calls = CallTable(max_inflight_bytes)
+        self.held = Held()  # guarded by the lock of `Server`
         self.is_dialing = False
         self.is_newcomer = False  # nobody was told of it yet
         self.unpack: Callable[[Any], Any] | None = None  # see `Packing`

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire._config import UNSET_TIMEOUT
 from gradwire._ids import WorkerInfo
-from gradwire.errors import CallTimeout, DecodeError, UsageError
+from gradwire.errors import CallTimeout, DecodeError, OwnerLost, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
 from gradwire.rpc._calls import PendingCall
@@ -122,8 +122,12 @@ class RRef(Handle, Generic[T]):
                 )
             return self.local_value()
         ref.check()
-        with self._service.reaching(ref.owner):
-            found = agent.call(ref.owner, fetch, (*ref.id,), None, timeout)
+        try:
+            with self._service.reaching(ref.owner):
+                found = agent.call(ref.owner, fetch, (*ref.id,), None, timeout)
+        except OwnerLost:
+            ref.check()  # the call that should make it has failed meanwhile, and knows why
+            raise
         return cast(T, found)
 
     def backward(

@@ -42,10 +42,17 @@ class ForkRequest(Message, array_like=True, gc=False):
 
 
 class Forked(Message, array_like=True, gc=False):
-    """Answers a `ForkRequest`."""
+    """Answers a `ForkRequest`.
+
+    Attributes:
+        fork: The fork.
+        is_known: Whether it is entered.
+        limit: If it is not because the sender has too many: how many it may have.
+    """
 
     fork: RefId
     is_known: bool
+    limit: int = 0
 
 
 class Arrived(Message, array_like=True, gc=False):

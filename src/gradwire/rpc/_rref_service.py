@@ -19,6 +19,7 @@ from gradwire._ids import WorkerInfo
 from gradwire.errors import (
     DecodeError,
     GradwireError,
+    LimitExceeded,
     OwnerLost,
     PeerLostError,
     UsageError,
@@ -280,12 +281,14 @@ class RefService(Interceptor):
         unconfirmed = self._local.take_unpacked()
         made = decode_header(header).made if header is not None else None
         if made is None:
-            return _CallScope(self, unconfirmed)
-        return _CreationScope(self, unconfirmed, self._enter(*made, peer))
+            return _CallScope(self, peer, unconfirmed)
+        with self._lock:
+            self._check_limit(peer)
+        return _CreationScope(self, peer, unconfirmed, self._enter(*made, peer))
 
     def packed_reply(self, peer: Peer) -> Scope:
         """See `Interceptor`."""
-        return _CallScope(self, [])
+        return _CallScope(self, peer, [])
 
     def dropped_call(
         self, peer: Peer, call_id: int, header: bytes, error: BaseException
@@ -297,7 +300,12 @@ class RefService(Interceptor):
         rref, fork = made
         # Whoever asks for the value is told, until its creator has heard of it as well.
         # A call to ourselves may have been given up already.
-        owned = self._owned.get(rref) if fork == rref else self._enter(*made, peer)
+        if fork == rref:
+            owned = self._owned.get(rref)
+        else:
+            with self._lock:
+                is_over = self._is_over_limit(peer)
+            owned = None if is_over else self._enter(*made, peer)
         if owned is not None:
             self.keep(owned, None, error)
 
@@ -312,6 +320,11 @@ class RefService(Interceptor):
             # Described at once: with its traceback it would keep the handler's frame.
             error = self.agent.rebuild(self.agent.describe(error))
         owned.settle(value, error)
+
+    def check_sent(self, peer: Peer) -> None:
+        """Raises if the references that a reply is to take to a peer are too many."""
+        with self._lock:
+            self._check_limit(peer, more=0)
 
     def cancel(self, packed: Iterable[Packed]) -> None:
         """References that we packed were not sent."""
@@ -388,21 +401,38 @@ class RefService(Interceptor):
         with self._lock:
             if peer.fate is not None:
                 return
-            is_known = self._find_or_await(rref) is not None
+            is_over = self._is_over_limit(peer)
+            is_known = not is_over and self._find_or_await(rref) is not None
             instructions = self._table.on_fork_request(
                 rref, fork, peer.info.id, is_known
             )
+        if is_over:
+            limit = self.agent.limits.rrefs
+            self._send(peer.info.id, Forked(fork, False, limit))
+            return
         self._perform(instructions)
 
     def _on_forked(self, peer: Peer, message: Forked, frame: Frame) -> None:
         if message.is_known:
             self._confirm(message.fork)
             return
-        error = OwnerLost(
-            f"worker {peer.info.name!r} no longer has the value of an RRef: all workers "
-            "that held it were lost while this reference was on its way",
-            worker=peer.info.name,
-        )
+        error: GradwireError
+        if message.limit:
+            error = LimitExceeded(
+                f"worker {peer.info.name!r} does not enter another reference to a value of "
+                f"its own for worker {self.agent.info.name!r}: it grants each peer "
+                f"{message.limit} (its option max_peer_rrefs); drop some first",
+                worker=peer.info.name,
+                limit="max_peer_rrefs",
+                value=message.limit,
+                peer=self.agent.info.name,
+            )
+        else:
+            error = OwnerLost(
+                f"worker {peer.info.name!r} no longer has the value of an RRef: all "
+                "workers that held it were lost while this reference was on its way",
+                worker=peer.info.name,
+            )
         self._fail(message.fork, error)
 
     def _on_arrived(self, peer: Peer, message: Arrived, frame: Frame) -> None:
@@ -417,6 +447,8 @@ class RefService(Interceptor):
         for rref, fork, is_given_up in message.forks:
             unmade = None
             with self._lock:
+                if self._is_of_another(rref, fork, is_given_up, peer.info.id):
+                    continue
                 freed = self._remove_fork(rref, fork)
                 owned = self._owned.get(rref)
                 if is_given_up:
@@ -425,6 +457,13 @@ class RefService(Interceptor):
                     self._bury(rref)
             _give_up(unmade)  # others may wait for it
             del freed, owned  # the value may die here, outside of the lock
+
+    def _is_of_another(
+        self, rref: RefId, fork: RefId, is_given_up: bool, rank: int
+    ) -> bool:
+        """Whether a worker wants to delete what is not its own; under the lock."""
+        holder = self._table.forks.get(rref, {}).get(fork, rank)
+        return holder != rank or (is_given_up and rref.created_on != rank)
 
     def peer_lost(self, peer: Peer) -> None:
         """See `Interceptor`."""
@@ -460,6 +499,16 @@ class RefService(Interceptor):
         self._perform(instructions)
 
     # -------------------------------------------------------------------------- inside
+
+    def _is_over_limit(self, peer: Peer, more: int = 1) -> bool:
+        """Whether a peer would have too many references; the caller holds the lock."""
+        rank = peer.info.id
+        held = self._table.held.get(rank, 0)
+        return held + more > self.agent.limits.rrefs and rank != self.me
+
+    def _check_limit(self, peer: Peer, more: int = 1) -> None:
+        if self._is_over_limit(peer, more):
+            raise self.agent.limits.over_rrefs(peer.info.name)
 
     def _confirm(self, fork: RefId) -> None:
         with self._lock:
@@ -660,10 +709,13 @@ class _CallNote(Note):
 class _CallScope(Scope):
     """References that came with a call or leave with its reply."""
 
-    __slots__ = ("_packed", "_service", "_unconfirmed")
+    __slots__ = ("_packed", "_peer", "_service", "_unconfirmed")
 
-    def __init__(self, service: RefService, unconfirmed: list[User]) -> None:
+    def __init__(
+        self, service: RefService, peer: Peer, unconfirmed: list[User]
+    ) -> None:
         self._service = service
+        self._peer = peer
         self._unconfirmed = unconfirmed
         self._packed: list[Packed] = []
 
@@ -679,7 +731,10 @@ class _CallScope(Scope):
     def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
         """See `Scope`."""
         packed = self._packed = self._service._local.take_packed()
-        return Addition(encode_header(References(packed))) if packed else NOTHING
+        if not packed:
+            return NOTHING
+        self._service.check_sent(self._peer)
+        return Addition(encode_header(References(packed)))
 
     def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
@@ -696,9 +751,9 @@ class _CreationScope(_CallScope):
     keeps_result = True
 
     def __init__(
-        self, service: RefService, unconfirmed: list[User], owned: Owned
+        self, service: RefService, peer: Peer, unconfirmed: list[User], owned: Owned
     ) -> None:
-        super().__init__(service, unconfirmed)
+        super().__init__(service, peer, unconfirmed)
         self.owned = owned
 
     def keep(self, value: Any, error: BaseException | None) -> None:

@@ -103,6 +103,7 @@ class RefTable:
 
     Attributes:
         forks: Values of ours that others hold: for each its forks, with their holders.
+        held: How many of these forks each holder has.
         users: Forks that we hold.
         children: Forks of those that are on their way: the parent fork, and to whom.
     """
@@ -110,6 +111,7 @@ class RefTable:
     def __init__(self, me: int) -> None:
         self.me = me
         self.forks: dict[RefId, dict[RefId, int]] = {}
+        self.held: dict[int, int] = {}
         self.users: dict[RefId, User] = {}
         self.children: dict[RefId, tuple[RefId, int]] = {}
 
@@ -117,7 +119,10 @@ class RefTable:
 
     def add_fork(self, rref: RefId, fork: RefId, holder: int) -> None:
         """A worker holds a fork of a value of ours, or is about to."""
-        self.forks.setdefault(rref, {})[fork] = holder
+        forks = self.forks.setdefault(rref, {})
+        if fork not in forks:
+            forks[fork] = holder
+            self.held[holder] = self.held.get(holder, 0) + 1
 
     def on_fork_request(
         self, rref: RefId, fork: RefId, holder: int, is_known: bool
@@ -139,7 +144,11 @@ class RefTable:
         forks = self.forks.get(rref)
         if forks is None:
             return False
-        forks.pop(fork, None)
+        holder = forks.pop(fork, None)
+        if holder is not None:
+            self.held[holder] -= 1
+            if not self.held[holder]:
+                del self.held[holder]
         if forks:
             return False
         del self.forks[rref]

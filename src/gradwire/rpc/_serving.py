@@ -22,6 +22,7 @@ from gradwire.errors import (
     DecodeError,
     EncodeError,
     GradwireError,
+    LimitExceeded,
     TransportError,
     UsageError,
 )
@@ -69,10 +70,12 @@ class Server:
         self._agent = agent
         self._interceptors = interceptors
         self._loop = _EventLoop(agent.info.name)
-        # Guards the next two; every thread that serves.
+        # Guards the next two, and `Peer.held`; every thread that serves.
         self._lock = threading.Lock()
         self._active: set[_Request] = set()
         self.num_served = 0
+        self._max_bytes = agent.limits.nbytes
+        self._max_calls = agent.limits.calls
         # How often in a row each function took long. Written without a lock: of two
         # values at the same time, either is good enough.
         self._times_slow: dict[str | None, int] = {}
@@ -95,7 +98,9 @@ class Server:
         """
         return self._times_slow.get(target, 0) >= _SLOW_TIMES
 
-    def serve(self, link: Link, peer: Peer, call: Call, frame: Frame) -> None:
+    def serve(  # noqa: PLR0912, PLR0915 - written out: each step costs each call
+        self, link: Link, peer: Peer, call: Call, frame: Frame
+    ) -> None:
         """Runs a call and answers it, on a thread of the pool.
 
         Args:
@@ -106,11 +111,23 @@ class Server:
         """
         agent = self._agent
         counts = not (call.target or "").startswith(INTERNAL_PREFIX)
-        request = _Request(self, link, peer, call.id, call.target, counts)
-        if counts:
-            with self._lock:
+        nbytes = len(frame.head)
+        for storage in frame.buffers:
+            nbytes += storage.nbytes()
+        request = _Request(self, link, peer, call.id, call.target, counts, nbytes)
+        held = peer.held
+        with self._lock:
+            if counts:
                 self._active.add(request)
+            held.calls += 1
+            held.nbytes += nbytes
         interceptors = self._interceptors if counts else ()
+        num_queued = link.connection.num_queued
+        if held.nbytes > self._max_bytes or held.calls + num_queued > self._max_calls:
+            over = agent.limits.over_requests(held, num_queued, peer.info.name)
+            if over is not None and peer.info.id != agent.info.id:
+                self._refuse(request, interceptors, call, over, num_queued)
+                return
         deadline = call.deadline - link.clock_offset if call.deadline else 0.0
         if deadline and time.monotonic() >= deadline:
             late = CallTimeout(
@@ -122,6 +139,8 @@ class Server:
             request.fail(late)
             return
         try:
+            # First of all: what may not be called must not even be decoded.
+            function = self._find(peer, call)
             value, tensors = decode_value(
                 call,
                 frame.head,
@@ -129,7 +148,10 @@ class Server:
                 agent.packing.unpacker(peer),
                 agent.serializer,
             )
-            function, args, kwargs = self._unpack(peer, call, value)
+            if function is None:
+                function, args, kwargs = value
+            else:
+                args, kwargs = self._unpack(call, value)
             del value
         except Exception as error:
             self._drop(interceptors, peer, call, error)
@@ -204,25 +226,43 @@ class Server:
                 header = call.headers[interceptor.name]
                 interceptor.dropped_call(peer, call.id, header, error)
 
-    def _unpack(
-        self, peer: Peer, call: Call, value: Any
-    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        if call.style == POSITIONAL:
-            if type(value) is not tuple or call.target is None:
-                raise DecodeError("a call without function or arguments arrived")
-            return self._agent.targets.find(call.target, peer), value, {}
-        if call.style == WITH_KEYWORDS and call.target is not None:
-            args, kwargs = value
-            if type(args) is not tuple or type(kwargs) is not dict:
-                raise DecodeError("a call with malformed arguments arrived")
-            return self._agent.targets.find(call.target, peer), args, kwargs
-        if self._agent.is_safe:
+    def _refuse(
+        self,
+        request: _Request,
+        interceptors: tuple[Interceptor, ...],
+        call: Call,
+        over: LimitExceeded,
+        num_queued: int,
+    ) -> None:
+        """Answers a request that is over a limit of its peer."""
+        if num_queued > 2 * self._max_calls:
+            reason = f"it goes on asking, and reads no answers: {over}"
+            self._agent.lose(request.peer, reason)
+            self.finished(request)
+            return
+        self._drop(interceptors, request.peer, call, over)
+        request.fail(over)
+
+    def _find(self, peer: Peer, call: Call) -> Callable[..., Any] | None:
+        """The function that a call is about; None if the value has it."""
+        if call.target is not None and call.style in (POSITIONAL, WITH_KEYWORDS):
+            return self._agent.targets.find(call.target, peer)
+        if self._agent.is_safe or call.style != WITH_FUNCTION:
             raise DecodeError(
-                f"a call of style {call.style} arrived: with serializer='safe' functions "
-                "are called by name"
+                f"a call of style {call.style} {'without' if call.target is None else 'with'}"
+                " the name of a function arrived; with serializer='safe' functions are "
+                "called by name"
             )
-        function, args, kwargs = value
-        return function, args, kwargs
+        return None
+
+    def _unpack(self, call: Call, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if call.style == POSITIONAL:
+            args, kwargs = value, {}
+        else:
+            args, kwargs = value
+        if type(args) is not tuple or type(kwargs) is not dict:
+            raise DecodeError("a call with malformed arguments arrived")
+        return args, kwargs
 
     def _run(
         self,
@@ -245,7 +285,12 @@ class Server:
 
     def finished(self, request: _Request) -> None:
         """A request was answered."""
+        held = request.peer.held
         with self._lock:
+            held.calls -= 1
+            held.nbytes -= request.nbytes
+            if not request.counts:
+                return
             self._active.discard(request)
             self.num_served += 1
         self._agent.departure.check()
@@ -259,11 +304,12 @@ class _Request:
     """The answer to one call, which is sent exactly once."""
 
     __slots__ = (
-        "_counts",
         "_id",
         "_keeper",
         "_link",
         "_server",
+        "counts",
+        "nbytes",
         "peer",
         "scopes",
         "target",
@@ -277,8 +323,10 @@ class _Request:
         call_id: int,
         target: str | None,
         counts: bool,
+        nbytes: int,
     ) -> None:
-        self._counts = counts
+        self.counts = counts
+        self.nbytes = nbytes
         self._server = server
         self._link = link
         self.peer = peer
@@ -399,8 +447,7 @@ class _Request:
                 if not ticket.wait(self._server._agent.options.lost_after):
                     ticket.detach()
         finally:
-            if self._counts:
-                self._server.finished(self)
+            self._server.finished(self)
 
     def _write(self, outgoing: Outgoing) -> Ticket | None:
         try:
