@@ -16,7 +16,7 @@ import gradwire.nn
 import gradwire.optim  # noqa: F401 - what they offer to others is there from now on
 import worker_process
 from gradwire import autograd, rpc
-from gradwire.rpc import RRef, export
+from gradwire.rpc import RRef, export, extension
 from gradwire.wire import _pickle
 
 rpc.export(torch.add)
@@ -148,6 +148,12 @@ def ask_by_short_name(to: str, name: str, *args: Any) -> Any:
 @export
 def num_active() -> int:
     return int(rpc.get_debug_info()["server_active_calls"])
+
+
+@export
+def open_calls(peer: str) -> int:
+    """How many calls of a peer are not answered yet."""
+    return extension.current_agent().network.find(peer).held.calls
 
 
 @export

@@ -40,7 +40,6 @@ from gradwire.errors import (
 )
 from gradwire.rpc._interceptors import Note, Scope
 from gradwire.rpc._limits import PeerLimits
-from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref_parts import Deleted, Handle, Owned, Packed, User
 from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
@@ -175,12 +174,6 @@ class Agent:
         self._simulation = simulation
         infos = [WorkerInfo(f"w{r}", r) for r in range(simulation.setting.num_workers)]
         self._peers = [Peer(info) for info in infos]
-
-    def describe(self, error: BaseException) -> Any:
-        return describe(error, self.info.name)
-
-    def rebuild(self, description: Any) -> BaseException:
-        return rebuild(description)
 
     def find(self, to: int | WorkerInfo) -> Any:
         return self._peers[to.id if isinstance(to, WorkerInfo) else to]

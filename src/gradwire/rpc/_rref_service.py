@@ -282,6 +282,8 @@ class RefService(Interceptor):
         made = decode_header(header).made if header is not None else None
         if made is None:
             return _CallScope(self, peer, unconfirmed)
+        if made[0].created_on != peer.info.id:
+            raise DecodeError("the id of a new value is not one of its creator's")
         with self._lock:
             self._check_limit(peer)
         return _CreationScope(self, peer, unconfirmed, self._enter(*made, peer))
@@ -304,7 +306,7 @@ class RefService(Interceptor):
             owned = self._owned.get(rref)
         else:
             with self._lock:
-                is_over = self._is_over_limit(peer)
+                is_over = self._is_over_limit(peer) or rref.created_on != peer.info.id
             owned = None if is_over else self._enter(*made, peer)
         if owned is not None:
             self.keep(owned, None, error)
