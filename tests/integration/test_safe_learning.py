@@ -13,9 +13,15 @@ from torch import nn
 
 import safe_functions as fn
 from gradwire import autograd, rpc
-from gradwire.errors import EncodeError, NotExported
+from gradwire.errors import EncodeError, GradwireError, NotExported
 from gradwire.nn import RemoteModule
-from gradwire.optim import DistributedOptimizer, clip_grad_norm_
+from gradwire.optim import (
+    DistributedOptimizer,
+    ParametersOf,
+    Snapshots,
+    clip_grad_norm_,
+)
+from gradwire.optim._places import DiskPlace
 from gradwire.rpc import RRef
 from on_worker import on_worker
 
@@ -260,14 +266,35 @@ def test_a_module_that_the_owner_made_keeps_its_weights():
 
 
 @on_safe_worker
-def test_optimizers_of_torch_work_with_state_groups_and_clipping():
+def test_nobody_may_say_where_another_worker_writes(tmp_path):
+    with pytest.raises(GradwireError):
+        DistributedOptimizer(
+            torch.optim.SGD,
+            [ParametersOf("w1", nn.Linear, 3, 2)],
+            snapshots=Snapshots(tmp_path),
+        )
+    module = RemoteModule("w1", nn.Linear, (3, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters())
+    place = DiskPlace(str(tmp_path), "x")
+    with pytest.raises(GradwireError):
+        optimizer._shares[0].rref.rpc_sync().attach(place)
+    with pytest.raises(NotExported):
+        optimizer._shares[0].rref.rpc_sync().attach(None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("two_phase", [False, True])
+@on_safe_worker
+def test_optimizers_of_torch_work_with_state_groups_and_clipping(two_phase):
     modules = [RemoteModule(worker, nn.Linear, (3, 2)) for worker in ("w1", "w2")]
     local = [nn.Linear(3, 2) for _ in modules]
     for module, copy in zip(modules, local, strict=True):
         copy.load_state_dict(module.state_dict())
     rrefs = [module.remote_parameters() for module in modules]
     groups = [{"params": r, "lr": 0.1 * (i + 1)} for i, r in enumerate(rrefs)]
-    optimizer = DistributedOptimizer(torch.optim.Adam, groups, betas=(0.8, 0.9))
+    optimizer = DistributedOptimizer(
+        torch.optim.Adam, groups, betas=(0.8, 0.9), two_phase=two_phase
+    )
     own = torch.optim.Adam(
         [
             {"params": list(m.parameters()), "lr": 0.1 * (i + 1)}

@@ -211,7 +211,7 @@ class LocalOptimizer:
         Returns:
             False: another transaction has the parameters, and comes first.
         """
-        mark = Mark(*mark)  # it may have come as a plain tuple
+        mark = Mark(*mark)  # comes as a plain tuple
         with self._transaction_lock:
             if not self._record.may_prepare(mark):
                 return False
@@ -323,11 +323,12 @@ class LocalOptimizer:
             self._set_record(mark)
             return self.hyperparameters()
 
-    def look(self) -> Look:
-        """Where this owner is."""
+    def look(self) -> tuple[Any, ...]:
+        """Where this owner is: a `Look`, as plain data."""
         with self._transaction_lock:
             mark = self._record.mark
-        return Look(mark, None if self._keeper is None else self._keeper.find_marks())
+        saved = None if self._keeper is None else self._keeper.find_marks()
+        return tuple(mark), saved
 
     def _set_record(self, mark: Mark) -> None:
         with self._transaction_lock:

@@ -74,7 +74,7 @@ class Transactions:
 
         def call(share: Share, local: Any) -> Future[Any]:
             future: Future[Any] = local.step_alone(
-                mark, source.context_id, share.select(changes), saving
+                tuple(mark), source.context_id, share.select(changes), saving
             )
             return future
 
@@ -94,20 +94,20 @@ class Transactions:
 
         def prepare(share: Share, local: Any) -> Future[Any]:
             future: Future[Any] = local.prepare(
-                mark, priority, source.context_id, share.select(changes), saving
+                tuple(mark), priority, source.context_id, share.select(changes), saving
             )
             return future
 
         try:
             answers, failures = collect(calls_to(shares, prepare))
         except BaseException:  # an interrupt
-            _start(shares, lambda local: local.abort(mark))
+            _start(shares, lambda local: local.abort(tuple(mark)))
             raise
         decision = self.ledger.decide(_VOTES[answer] for answer in answers)
         if decision is Decision.COMMIT:
             self._commit(shares, mark, source.attempt)
             return True
-        collect(calls_to(shares, lambda _, local: local.abort(mark)))
+        collect(calls_to(shares, lambda _, local: local.abort(tuple(mark))))
         if decision is Decision.ABORT:
             _raise_undone(failures)
         return False
@@ -125,9 +125,11 @@ class Transactions:
     ) -> None:
         self._decide(mark, attempt)
         try:
-            _, failures = collect(calls_to(shares, lambda _, local: local.commit(mark)))
+            _, failures = collect(
+                calls_to(shares, lambda _, local: local.commit(tuple(mark)))
+            )
         except BaseException:  # an interrupt; what is decided is done all the same
-            _start(shares, lambda local: local.commit(mark))
+            _start(shares, lambda local: local.commit(tuple(mark)))
             raise
         if not failures:
             return
