@@ -20,7 +20,12 @@ from gradwire.errors import (
     RemoteProtocolError,
     VersionMismatch,
 )
-from gradwire.rpc._handshake import AcceptorHandshake, InitiatorHandshake, PeerIdentity
+from gradwire.rpc._handshake import (
+    AcceptorHandshake,
+    InitiatorHandshake,
+    ObjectionTo,
+    PeerIdentity,
+)
 from gradwire.rpc._handshake_records import (
     HEADER,
     MAGIC,
@@ -43,31 +48,45 @@ class Attempt(NamedTuple):
 
     role: str
     has_secret: bool
+    has_certificate: bool  # of the one that is attacking, for its own name
     knows_secret: bool
     data: bytes
     cuts: tuple[int, ...]
 
 
+def _objection_of(owner: PeerIdentity) -> ObjectionTo:
+    return lambda name: None if name == owner.name else "the certificate is another's"
+
+
 def _initiator(
-    secret: bytes | None, identity: PeerIdentity = _DIALER
+    secret: bytes | None, objection_to: ObjectionTo | None = None
 ) -> InitiatorHandshake:
     return InitiatorHandshake(
-        identity,
+        _DIALER,
         target_rank=0,
-        target_name="w0",
         secret=secret,
-        peer_is_same_user=True,
+        peer_is_same_user=objection_to is None,
+        objection_to=objection_to,
         nonce=b"i" * 32,
     )
 
 
-def _acceptor(secret: bytes | None, admitted: list[PeerIdentity]) -> AcceptorHandshake:
+def _acceptor(
+    secret: bytes | None,
+    admitted: list[PeerIdentity],
+    objection_to: ObjectionTo | None = None,
+) -> AcceptorHandshake:
     def admit(peer: PeerIdentity) -> Refusal | None:
         admitted.append(peer)
         return None
 
     return AcceptorHandshake(
-        _SERVER, admit=admit, secret=secret, peer_is_same_user=True, nonce=b"a" * 32
+        _SERVER,
+        admit=admit,
+        secret=secret,
+        peer_is_same_user=objection_to is None,
+        objection_to=objection_to,
+        nonce=b"a" * 32,
     )
 
 
@@ -107,16 +126,20 @@ class Handshakes(Target):
             data = _prove(data, SECRET if has_secret else None)
         num_cuts = choice.choice((0, 0, 1, 3, 9))
         cuts = tuple(int(choice.random() * 600) for _ in range(num_cuts))
-        return Attempt(role, has_secret, knows, data, cuts)
+        return Attempt(role, has_secret, choice.random() < 0.3, knows, data, cuts)
 
     def feed(self, given: Attempt) -> str:
         secret = SECRET if given.has_secret else None
         admitted: list[PeerIdentity] = []
         handshake: InitiatorHandshake | AcceptorHandshake
         if given.role == "acceptor":
-            handshake = _acceptor(secret, admitted)
+            owner = _DIALER
+            objection = _objection_of(owner) if given.has_certificate else None
+            handshake = _acceptor(secret, admitted, objection)
         else:
-            handshake = _initiator(secret)
+            owner = _SERVER
+            objection = _objection_of(owner) if given.has_certificate else None
+            handshake = _initiator(secret, objection)
             handshake.start()
         edges = sorted({0, len(given.data), *given.cuts})
         rest = b""
@@ -142,6 +165,8 @@ class Handshakes(Target):
         if peer is None:
             raise Finding("done, and nobody is there")
         check_identity(peer)
+        if given.has_certificate and peer.name != owner.name:
+            raise Finding(f"{peer} was let in with the certificate of {owner}")
         if not given.has_secret or given.knows_secret:
             return "let in, which it may"
         taken = given.data[: len(given.data) - len(handshake.leftover) - len(rest)]
