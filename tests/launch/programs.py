@@ -68,5 +68,15 @@ def wait() -> None:
     time.sleep(PATIENCE_S)
 
 
+def report() -> str:
+    print(f"I am {rpc.get_worker_info().name}")
+    return "done"
+
+
+def both() -> None:
+    found = launch.main({"trainer": report}, {"ps": 1, "trainer": 2})
+    print(f"returned {found}")
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -15,11 +15,11 @@ from gradwire._cli import main
 from gradwire.errors import UsageError
 from gradwire.launch._roles import parse_roles, worker_of
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
 PROGRAMS = Path(__file__).with_name("programs.py")
 ROLES = ("--role", "ps=1", "--role", "trainer=2")
-SOON_S = 60.0
+SOON_S = 100.0
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -60,6 +60,25 @@ def test_traceback_of_the_first_failure_comes_first_and_once(tmp_path):
     assert text.index("ValueError: bad luck") < text.index(
         "worker 'trainer:0' failed then"
     )
+
+
+def test_one_program_runs_by_itself_and_under_the_launcher():
+    launched = run(*ROLES, PROGRAMS, "both")
+    alone = subprocess.run(
+        [sys.executable, PROGRAMS, "both"],
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=False,
+    )
+
+    assert "[trainer:0] returned {'trainer:0': 'done'}" in launched.stdout
+    assert "[ps]        returned {'ps': None}" in launched.stdout
+    assert alone.stdout.splitlines()[-1] == (
+        "returned {'ps': None, 'trainer:0': 'done', 'trainer:1': 'done'}"
+    )
+    wrong = run("--role", "other=1", PROGRAMS, "both")
+    assert "was started as 'other'" in wrong.stderr
 
 
 def test_killed_worker_is_named():

@@ -8,6 +8,6 @@ Example:
 from __future__ import annotations
 
 from gradwire.launch._roles import Worker, this_worker
-from gradwire.launch._spawn import spawn
+from gradwire.launch._spawn import main, spawn
 
-__all__ = ["Worker", "spawn", "this_worker"]
+__all__ = ["Worker", "main", "spawn", "this_worker"]

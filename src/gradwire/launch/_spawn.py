@@ -18,13 +18,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire._config import RpcBackendOptions
+from gradwire import rpc
+from gradwire._config import ROLES_VARIABLE, RpcBackendOptions
 from gradwire.errors import LaunchError, LaunchTimeout, PeerLostError, UsageError
 from gradwire.launch import _child
-from gradwire.launch._roles import Worker, check_roles, format_roles, worker_of
+from gradwire.launch._roles import (
+    Worker,
+    check_roles,
+    format_roles,
+    this_worker,
+    worker_of,
+)
 from gradwire.rpc.extension import rebuild
 
-__all__ = ["spawn"]
+__all__ = ["main", "spawn"]
 
 _GRACE_S = 0.5  # within which workers fail because of each other
 _END_S = 3.0  # for a worker that was asked to end
@@ -97,6 +104,44 @@ def spawn(
     finally:
         group.end()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(
+    function: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+    roles: Mapping[str, int] | int,
+    args: tuple[Any, ...] = (),
+    *,
+    options: RpcBackendOptions | None = None,
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """What a program does that runs by itself and under a launcher alike.
+
+    If ``gradwire run`` has started this process, it becomes the worker that it was
+    started as, and runs the function of its role. Otherwise it starts the workers
+    itself: see `spawn`, also for the arguments.
+
+    Returns:
+        What the function returned: on each worker, or on this one only.
+
+    Example:
+        >>> if __name__ == "__main__":
+        ...     main({"trainer": train}, roles={"server": 1, "trainer": 2})
+    """
+    if ROLES_VARIABLE not in os.environ:
+        return spawn(function, roles, args, options=options, timeout=timeout)
+    if isinstance(roles, int) and not isinstance(roles, bool):
+        roles = {"worker": roles}
+    me, wanted = this_worker(), check_roles(roles)
+    if me.role not in wanted:
+        raise UsageError(
+            f"this program has the roles {', '.join(map(repr, wanted))}, but was started "
+            f"as {me.role!r}: give 'gradwire run' these roles with --role NAME=COUNT"
+        )
+    own = _by_role(function, wanted).get(me.role)
+    rpc.init_rpc(rpc_backend_options=options)
+    value = None if own is None else own(*args)
+    rpc.shutdown()
+    return {me.name: value}
 
 
 def _by_role(
@@ -188,7 +233,8 @@ class _Group:
             target=_child.run,
             args=(theirs, worker, roles, function, options),
             name=worker.name,
-            daemon=True,
+            # A daemon could not have children, which data loaders are.
+            daemon=False,
         )
         try:
             with _one_thread_each():

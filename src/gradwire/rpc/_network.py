@@ -6,6 +6,7 @@ Knows addresses, handshakes and links; knows nothing of calls.
 from __future__ import annotations
 
 import difflib
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,8 @@ from gradwire.transport import (
 from gradwire.transport._tcp import format_address, parse_address
 
 __all__ = ["Network", "NetworkOwner"]
+
+_log = logging.getLogger("gradwire.rpc")
 
 
 class NetworkOwner(LinkOwner, Protocol):
@@ -214,7 +217,12 @@ class Network:
         if peer is None or peer.incarnation != identity.incarnation:
             connection.close()  # it was replaced while it shook hands
             return
-        self._attach(connection, peer, identity.clock - time.monotonic())
+        try:
+            self._attach(connection, peer, identity.clock - time.monotonic())
+        except GradwireError as error:
+            # One of the two has gone since the handshake: nobody waits for this one.
+            _log.debug("dropped a connection from %s: %s", identity.name, error)
+            return
         if peer.is_newcomer:
             peer.is_newcomer = False
             self._owner.peer_joined(peer)
