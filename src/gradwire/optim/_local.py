@@ -164,7 +164,7 @@ class LocalOptimizer:
     def step(
         self,
         context_id: int | None,
-        changes: Changes,
+        changes: Changes | None = None,
         evaluations: RRef[Evaluations] | None = None,
     ) -> int | None:
         """One step.
@@ -178,7 +178,8 @@ class LocalOptimizer:
             The number of the evaluation whose loss the optimizer returned.
         """
         with self._exclusively():
-            self._apply(changes)
+            if changes:
+                self._apply(changes)
             self._share_memory()
             try:
                 self._take_gradients(context_id)

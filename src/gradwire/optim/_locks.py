@@ -18,12 +18,12 @@ that has a lock is not used again for another while the lock is needed.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -107,13 +107,33 @@ def find_locks(groups: Sequence[Sequence[Tensor]]) -> list[GroupLock]:
     return [found[number] for number in sorted(found)]
 
 
-@contextlib.contextmanager
-def hold(locks: Sequence[GroupLock]) -> Iterator[None]:
-    """Takes locks, and gives them back."""
-    with contextlib.ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock.lock)
-        yield
+def hold(locks: Sequence[GroupLock]) -> AbstractContextManager[None]:
+    """Takes locks, in their order, and gives them back."""
+    return _Holding(locks)
+
+
+class _Holding(AbstractContextManager[None]):
+    """See `hold`."""
+
+    __slots__ = ("_locks",)
+
+    def __init__(self, locks: Sequence[GroupLock]) -> None:
+        self._locks = locks
+
+    def __enter__(self) -> None:
+        taken: list[GroupLock] = []
+        try:
+            for lock in self._locks:
+                lock.lock.acquire()
+                taken.append(lock)
+        except BaseException:
+            for lock in taken:
+                lock.lock.release()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        for lock in self._locks:
+            lock.lock.release()
 
 
 def try_hold(

@@ -251,9 +251,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._transactions.step(self._shares, source, changes)
         else:
             context_id = source.context_id
-            self._ask(
-                lambda share, proxy: proxy.step(context_id, share.select(changes))
-            )
+
+            def step(share: Share, proxy: Any) -> Future[Any]:
+                selected = share.select(changes)
+                # Mostly nothing has changed, and the request is a few plain numbers.
+                arguments = (context_id, selected) if selected else (context_id,)
+                future: Future[Any] = proxy.step(*arguments)
+                return future
+
+            self._ask(step)
         self._note_sent(changes)
 
     def _needs_two_phases(self, source: Source) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 T = TypeVar("T")
 
 Backward = Callable[[int, Any, bool], None]
+_Invocation: TypeAlias = tuple[
+    Callable[..., Any], tuple[Any, ...], dict[str, Any] | None
+]
+"""What to call on the owner, and with which arguments."""
 
 
 class RRef(Handle, Generic[T]):
@@ -167,21 +171,19 @@ class RRef(Handle, Generic[T]):
         """As `rpc_sync`; calls return references to results, which stay there."""
         return _Proxy(self, self._call_remote, timeout)
 
-    def _call_sync(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
+    def _call_sync(self, timeout: float, call: _Invocation) -> Any:
         agent, owner = self._service.agent, self.owner()
         with self._service.reaching(owner):
-            return agent.call(owner, invoke, arguments, None, timeout)
+            return agent.call(owner, *call, timeout)
 
-    def _call_async(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
+    def _call_async(self, timeout: float, call: _Invocation) -> Any:
         agent = self._service.agent
-        future = agent.call_async(self.owner(), invoke, arguments, None, timeout)
+        future = agent.call_async(self.owner(), *call, timeout)
         self._outlive(future)
         return future
 
-    def _call_remote(self, timeout: float, arguments: tuple[Any, ...]) -> Any:
-        made: RRef[Any] = _create(
-            self._service, self.owner(), invoke, arguments, None, timeout
-        )
+    def _call_remote(self, timeout: float, call: _Invocation) -> Any:
+        made: RRef[Any] = _create(self._service, self.owner(), *call, timeout)
         self._outlive(made._creation)
         return made
 
@@ -227,7 +229,7 @@ class _Proxy:
     def __init__(
         self,
         rref: RRef[Any],
-        call: Callable[[float, tuple[Any, ...]], Any],
+        call: Callable[[float, _Invocation], Any],
         timeout: float,
     ) -> None:
         self._rref = rref
@@ -241,13 +243,14 @@ class _Proxy:
 
     def _invoke(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         ref = self._rref._ref
-        value: Any = self._rref
-        if isinstance(ref, User):
-            # The id is enough for the owner: it keeps the value for as long as we have
-            # the reference.
-            ref.check()
-            value = tuple(ref.id)
-        return self._call(self._timeout, (value, name, args, kwargs))
+        if not isinstance(ref, User):
+            own = (self._rref, name, *args)
+            return self._call(self._timeout, (invoke_own, own, kwargs or None))
+        # The id is enough for the owner: it keeps the value for as long as we have the
+        # reference. All in one row: plain arguments need not be pickled then.
+        ref.check()
+        arguments = (*ref.id, name, *args)
+        return self._call(self._timeout, (invoke, arguments, kwargs or None))
 
 
 def remote(
@@ -335,13 +338,28 @@ def fetch(*rref: int) -> Any:
 
 @for_agents
 def invoke(
-    rref: RRef[Any] | tuple[int, ...],
+    created_on: int,
+    incarnation: int,
+    local_id: int,
     name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Calls a method of a value; an attribute that is none is returned."""
-    value = _value_of(rref)
+    value = _value_of((created_on, incarnation, local_id))
+    return _invoke_on(value, name, args, kwargs)
+
+
+@for_agents
+def invoke_own(rref: RRef[Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """As `invoke`, for a call to oneself."""
+    return _invoke_on(rref.local_value(), name, args, kwargs)
+
+
+def _invoke_on(
+    value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     found = current_agent().targets.method(value, name, serving_peer.get())
     if not callable(found) and not args and not kwargs:
         return found
@@ -386,9 +404,7 @@ def _run_backward(context: int, root: Any, retain_graph: bool) -> None:
         raise UsageError("contexts need gradwire.autograd, which was not imported")
 
 
-def _value_of(rref: RRef[Any] | tuple[int, ...]) -> Any:
-    if isinstance(rref, RRef):
-        return rref.local_value()
+def _value_of(rref: tuple[int, ...]) -> Any:
     outcome = _find(rref).outcome
     outcome.wait()
     return outcome.result()
