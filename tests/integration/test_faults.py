@@ -26,7 +26,12 @@ from chaos import kill_points
 from chaos.kill_points import Point
 from cluster import Cluster, Handle, WorkerDied
 from gradwire import rpc
-from gradwire.errors import ConnectTimeout, PeerLostError, UsageError
+from gradwire.errors import (
+    ConnectTimeout,
+    HandshakeRefused,
+    PeerLostError,
+    UsageError,
+)
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.chaos]
 
@@ -711,3 +716,21 @@ def test_connections_are_accepted_again_when_there_are_descriptors(make_cluster)
 
     assert late.result() == 3
     cluster.disturbed = True
+
+
+def test_worker_with_another_secret_does_not_take_a_living_rank(
+    blank_workers, make_cluster, tmp_path
+):
+    store = f"file://{tmp_path}/store"
+    cluster = make_cluster(2, init_method=store, secret="one")
+    (intruder,) = blank_workers(1)
+
+    with pytest.raises(HandshakeRefused, match="secret"):
+        intruder.run(0, init_with_secret, 1, 2, store, "another")
+
+    assert cluster.run(0, call, "w1", functions.add, 1, 2) == 3
+
+
+def init_with_secret(rank: int, world_size: int, store: str, secret: str) -> None:
+    options = rpc.RpcBackendOptions(init_method=store, init_timeout=10.0, secret=secret)
+    rpc.init_rpc(f"w{rank}", rank, world_size, options)

@@ -378,7 +378,12 @@ class Network:
         try:
             connection, _ = self._dialer.dial(record, limit)
         except HandshakeRefused as error:
-            return error.code == _handshake.TAKEN
+            if error.code in (_handshake.IDENTITY, _handshake.CLOSING):
+                return False
+            if error.code == _handshake.TAKEN:
+                return True
+            # It lives, but we are not of its kind: another secret, user or serializer.
+            raise
         except GradwireError:
             return False
         connection.close()
