@@ -207,6 +207,7 @@ OPTIONS = {
     "shared_memory_min_bytes": 128 << 10,
     "shared_memory_keep_bytes": 512 << 20,
     "serializer": "pickle",
+    "allowed_modules": None,
     "max_peer_bytes": 1 << 36,
     "max_peer_calls": 1 << 20,
     "max_peer_contexts": 1 << 20,

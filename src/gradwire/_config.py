@@ -131,6 +131,8 @@ class RpcBackendOptions:
         serializer: How values travel, the same on all workers of a group: ``"pickle"``
             between workers that trust each other, ``"safe"`` if they do not: nothing is
             unpickled, and only what `gradwire.rpc.export` marks can be called.
+        allowed_modules: With ``"pickle"``: only functions and classes of these packages
+            and modules can be called or unpickled here. None: all that can be imported.
         max_peer_bytes: How many bytes of requests that we have not answered one peer may
             make us hold. Over this limit and the next three the peer gets an error.
         max_peer_calls: How many calls of one peer may be open here.
@@ -162,6 +164,7 @@ class RpcBackendOptions:
     shared_memory_min_bytes: int = 128 << 10
     shared_memory_keep_bytes: int = 512 << 20
     serializer: str = "pickle"
+    allowed_modules: tuple[str, ...] | None = None
     max_peer_bytes: int = 1 << 36
     max_peer_calls: int = 1 << 20
     max_peer_contexts: int = 1 << 20
@@ -212,6 +215,7 @@ class RpcBackendOptions:
                 "allow_plain_tcp must be a bool, not "
                 f"{type(self.allow_plain_tcp).__name__}"
             )
+        _check_modules(self.allowed_modules)
         if self.transports is not None and not self.transports:
             raise ValueError("transports must name at least one transport, or be None")
         if self.secret is not None:
@@ -222,6 +226,15 @@ class RpcBackendOptions:
             if not self.secret:
                 raise ValueError("secret must not be empty; use None for 'no secret'")
             object.__setattr__(self, "secret", _hide(self.secret))
+
+
+def _check_modules(names: object) -> None:
+    if names is None:
+        return
+    if not isinstance(names, tuple) or not all(isinstance(n, str) and n for n in names):
+        raise TypeError(
+            f"allowed_modules must be a tuple of names of modules, found {names!r:.200}"
+        )
 
 
 def _check_seconds(name: str, value: object, *, zero_allowed: bool) -> None:

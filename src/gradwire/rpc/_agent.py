@@ -74,6 +74,7 @@ from gradwire.rpc._turn import (
 )
 from gradwire.transport import Frame
 from gradwire.wire import (
+    AllowedModules,
     Call,
     Failure,
     Goodbye,
@@ -124,6 +125,7 @@ class Agent:
         self.rpc_timeout = options.rpc_timeout
         self.limits = PeerLimits(options, name)
         self.is_safe = options.serializer == "safe"
+        self._find_global: Callable[[str, str], Any] | None = None
         self.serializer: Serializer
         self.targets: Targets
         if self.is_safe:
@@ -132,6 +134,11 @@ class Agent:
         else:
             self.serializer = PickleSerializer()
             self.targets = AnyTargets()
+            if options.allowed_modules is not None:
+                allowed = AllowedModules(options.allowed_modules, exports.is_own)
+                self.serializer = PickleSerializer(allowed.find)
+                self.targets = AnyTargets(allowed.find)
+                self._find_global = allowed.find
         secret = find_secret(options)
         credentials = find_credentials(options, name)
         transports = usable_transports(options, secret, credentials)
@@ -674,7 +681,7 @@ class Agent:
 
     def rebuild(self, description: Any) -> BaseException:
         """The error that another worker has described."""
-        return rebuild(description, is_safe=self.is_safe)
+        return rebuild(description, is_safe=self.is_safe, find=self._find_global)
 
     def _drop_answer(self, peer: Peer, message: Message) -> None:
         headers: dict[str, bytes] | None = getattr(message, "headers", None)

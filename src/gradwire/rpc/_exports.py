@@ -30,6 +30,16 @@ __all__ = [
 T = TypeVar("T", bound=Callable[..., Any])
 
 _OWN = "gradwire."
+_OWN_CLASSES = frozenset(
+    {
+        ("gradwire._ids", "WorkerInfo"),
+        ("gradwire.nn._remote_module", "RemoteModule"),
+        ("gradwire.nn._remote_module", "_rebuild"),
+        ("gradwire.optim._protocol", "Mark"),
+        ("gradwire.rpc._rref_parts", "Packed"),
+        ("gradwire.rpc._rref_table", "RefId"),
+    }
+)
 _MAX_NAME = 256
 
 
@@ -85,6 +95,10 @@ class Exports:
     def add_own_methods(self, cls: type, names: Iterable[str]) -> None:
         """Enters methods of a class of gradwire."""
         self._own_methods[cls] = frozenset(names)
+
+    def is_own(self, module: str, qualname: str) -> bool:
+        """Whether agents call this on each other, or send it."""
+        return f"{module}:{qualname}" in self._own or (module, qualname) in _OWN_CLASSES
 
     def name(self, target: Callable[..., Any] | str) -> str | None:
         """Under which name a caller asks for something; None if it has none."""

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
 import pickle
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from gradwire import errors
@@ -52,12 +54,18 @@ def describe(
     return worker, name, _text_of(error), trace, _pickled(error)
 
 
-def rebuild(description: Description, *, is_safe: bool = False) -> BaseException:
+def rebuild(
+    description: Description,
+    *,
+    is_safe: bool = False,
+    find: Callable[[str, str], Any] | None = None,
+) -> BaseException:
     """The exception to raise on the caller.
 
     Args:
         description: What came.
         is_safe: It came from somebody who is not trusted.
+        find: Finds a global of the pickle, or refuses it; None: all are good.
 
     Raises:
         DecodeError: This is no description.
@@ -69,7 +77,7 @@ def rebuild(description: Description, *, is_safe: bool = False) -> BaseException
         error = _construct_known(name, message)
     elif data is not None:
         try:
-            error = _revive(data)
+            error = _revive(data, find)
         except Exception:  # the class cannot be imported here, or refuses
             error = None
     if not isinstance(error, Exception):
@@ -127,8 +135,19 @@ def _pickled(error: BaseException) -> bytes | None:
     return data
 
 
-def _revive(data: bytes) -> Any:
-    loaded = pickle.loads(data)
+class _Unpickler(pickle.Unpickler):
+    """One that asks which globals are good."""
+
+    def __init__(self, data: bytes, find: Callable[[str, str], Any]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._find = find
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find(module, name)
+
+
+def _revive(data: bytes, find: Callable[[str, str], Any] | None = None) -> Any:
+    loaded = pickle.loads(data) if find is None else _Unpickler(data, find).load()
     if not isinstance(loaded, tuple):
         return loaded
     cls, args, *state = loaded

@@ -47,7 +47,14 @@ class Targets(ABC):
 
 
 class AnyTargets(Targets):
-    """Workers that trust each other: whatever can be imported, or pickled."""
+    """Workers that trust each other: whatever can be imported, or pickled.
+
+    Args:
+        find: Finds a global, or refuses it; None: all are good.
+    """
+
+    def __init__(self, find: Callable[[str, str], Any] | None = None) -> None:
+        self._find = find
 
     def name(self, function: Any) -> str | None:
         """See `Targets`."""
@@ -55,11 +62,11 @@ class AnyTargets(Targets):
 
     def find(self, name: str, peer: Peer | None) -> Callable[..., Any]:
         """See `Targets`."""
-        return resolve(name)
+        return resolve(name, self._find)
 
     def find_class(self, name: str, peer: Peer | None) -> Callable[..., Any]:
         """See `Targets`."""
-        return resolve(name)
+        return resolve(name, self._find)
 
     def method(self, value: Any, name: str, peer: Peer | None) -> Any:
         """See `Targets`."""

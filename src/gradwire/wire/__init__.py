@@ -6,6 +6,7 @@ and ``decode_value`` are the way back. ``register_message`` adds kinds of messag
 
 from __future__ import annotations
 
+from gradwire.wire._allowed import AllowedModules
 from gradwire.wire._codec import (
     NO_VALUE,
     Outgoing,
@@ -47,6 +48,7 @@ __all__ = [
     "NO_VALUE",
     "PICKLE",
     "TRACKED",
+    "AllowedModules",
     "Body",
     "Buffer",
     "Call",

@@ -73,8 +73,14 @@ def name_of(function: Callable[..., Any]) -> str | None:
     )
 
 
-def resolve(name: str) -> Callable[..., Any]:
+def resolve(
+    name: str, find: Callable[[str, str], Any] | None = None
+) -> Callable[..., Any]:
     """Finds the function that a name stands for, importing its module if needed.
+
+    Args:
+        name: The name.
+        find: Finds a global, or refuses it; by default `find_global`.
 
     Raises:
         DecodeError: If there is no such function here.
@@ -84,7 +90,7 @@ def resolve(name: str) -> Callable[..., Any]:
         raise DecodeError(
             f"the name of a function must look like 'module:name', found {name!r}"
         )
-    function = find_global(module, qualname)
+    function = (find or find_global)(module, qualname)
     if not callable(function):
         raise DecodeError(
             f"{qualname!r} in module {module!r} should be a function, but is of type "

@@ -59,7 +59,10 @@ def dumps(value: object, table: TensorTable, packer: Packer | None = None) -> by
 
 
 def loads(
-    data: bytes, tensors: list[torch.Tensor], unpack: Callable[[Any], Any] | None = None
+    data: bytes,
+    tensors: list[torch.Tensor],
+    unpack: Callable[[Any], Any] | None = None,
+    find: Callable[[str, str], Any] = find_global,
 ) -> Any:
     """Rebuilds what ``dumps`` made, with these tensors in their places.
 
@@ -67,12 +70,13 @@ def loads(
         data: The pickle.
         tensors: The tensors.
         unpack: Makes an object of what a packer made of it.
+        find: Finds a global, or refuses it.
 
     Raises:
         DecodeError: If the value cannot be rebuilt on this worker.
     """
     try:
-        return _Unpickler(io.BytesIO(data), tensors, unpack).load()
+        return _Unpickler(io.BytesIO(data), tensors, unpack, find).load()
     except GradwireError:
         raise
     except Exception as error:
@@ -130,18 +134,20 @@ class _Unpickler(pickle.Unpickler):
         file: io.BytesIO,
         tensors: list[torch.Tensor],
         unpack: Callable[[Any], Any] | None,
+        find: Callable[[str, str], Any],
     ) -> None:
         super().__init__(file)
+        self._find = find
         self._tensors = tensors
         self._unpack = unpack
 
     def find_class(self, module: str, name: str) -> Any:
-        # Every global of a pickle comes through here: the place for an allow-list.
+        # Every global of a pickle comes through here.
         if module == __name__ and name == "tensor_at":
             return self._tensors.__getitem__
         if module == __name__ and name == "unpack" and self._unpack is not None:
             return self._unpack
-        return find_global(module, name)
+        return self._find(module, name)
 
 
 def _explain(value: object, culprit: object, error: Exception) -> EncodeError:

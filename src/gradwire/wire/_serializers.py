@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire.wire import _pickle, _plain
+from gradwire.wire._functions import find_global
 from gradwire.wire._messages import PICKLED, PLAIN
 
 if TYPE_CHECKING:
@@ -46,11 +47,18 @@ class Serializer(ABC):
 
 
 class PickleSerializer(Serializer):
-    """Anything that can be pickled, between workers that trust each other."""
+    """Anything that can be pickled, between workers that trust each other.
+
+    Args:
+        find: Finds a global of a pickle, or refuses it.
+    """
 
     name = "pickle"
     form = PICKLED
     is_safe = False
+
+    def __init__(self, find: Callable[[str, str], Any] = find_global) -> None:
+        self.find = find
 
     def dumps(self, value: object, table: TensorTable, packer: Packer | None) -> bytes:
         """See `Serializer`."""
@@ -63,7 +71,7 @@ class PickleSerializer(Serializer):
         unpack: Callable[[Any], Any] | None,
     ) -> Any:
         """See `Serializer`."""
-        return _pickle.loads(data, tensors, unpack)
+        return _pickle.loads(data, tensors, unpack, self.find)
 
 
 class SafeSerializer(Serializer):
