@@ -114,6 +114,23 @@ def test_many_small_frames_in_one_record_all_come(ends):
     assert [frame.head for frame in frames] == [bytes([n % 256]) for n in range(1700)]
 
 
+def test_rest_of_a_record_is_read_when_there_were_many_frames(ends):
+    """The last record does not fit the read buffer, and nothing comes after it."""
+    count = 29_138
+    payload = b"\0\0\0\1\0\0\0\x67x" * count
+    ends.server._tls._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    ends.client._tls._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    ends.client._queue.append(payload[:100])  # ends inside of a frame
+    ends.client.flush()
+    frames = receive_as_told(ends.server, 100 // 9)
+    ends.client._queue.append(payload[100:])
+    probes.wait_until(ends.client.flush, "the sockets take all of it")
+
+    frames += receive_as_told(ends.server, count - len(frames))
+
+    assert len(frames) == count
+
+
 def test_frames_behind_the_handshake_are_not_forgotten(office):
     transport = tls_transport(office.options())
     listener = transport.listen("127.0.0.1", 0, "")
