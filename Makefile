@@ -67,7 +67,7 @@ oracle: $(READY) ## N random programs against one process, fresh seeds
 
 chaos: $(READY) ## train for MINUTES while workers are killed, half of it across hosts
 	$(BIN)/python -m tests.chaos --minutes $$(echo $(MINUTES) | awk '{ print $$1 / 2 }') $(if $(SEED),--seed $(SEED))
-	$(BIN)/python -m tests.chaos --minutes $$(echo $(MINUTES) | awk '{ print $$1 / 2 }') $(if $(SEED),--seed $(SEED)) --hosts
+	$(BIN)/python -m tests.chaos --minutes $$(echo $(MINUTES) | awk '{ print $$1 / 2 }') $(if $(SEED),--seed $(SEED)) --hosts $(if $(TLS),--tls)
 
 conformance: $(READY) ## torch's own tests of RPC, against gradwire
 	$(BIN)/python -m tests.conformance.torch_suites

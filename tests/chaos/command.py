@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument(
         "--hosts", action="store_true", help="each worker in a network namespace"
     )
+    parser.add_argument("--tls", action="store_true", help="hosts speak TLS")
     parser.add_argument(
         "--points", action="store_true", help="instead: die at each message of a step"
     )
@@ -35,7 +36,7 @@ def main() -> int:
     seed = random.randrange(1, 1 << 32) if chosen.seed is None else chosen.seed
     again = f"python -m tests.chaos --minutes {chosen.minutes} --seed {seed}"
     again += f" --workers {chosen.workers} --owners {chosen.owners}"
-    again += " --hosts" if chosen.hosts else ""
+    again += (" --hosts" if chosen.hosts else "") + (" --tls" if chosen.tls else "")
     print(f"to run it again: {again}", flush=True)
     ensure_fork_server()
     with contextlib.ExitStack() as stack:
@@ -91,6 +92,7 @@ def play(
             num_stages=chosen.workers,
             num_owners=chosen.owners,
             hosts=hosts,
+            tls=chosen.tls and hosts is not None,
             show=show,
         ) as run:
             end = time.monotonic() + seconds

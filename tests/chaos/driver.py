@@ -19,6 +19,7 @@ from typing import Any
 
 import probes
 import worker_process
+from certificates import Office
 from chaos import state, training
 from chaos.schedule import HARMLESS, Fault, draw_round
 from cluster import Cluster, Handle
@@ -79,6 +80,7 @@ class Run:
         num_stages: How many workers may be killed.
         num_owners: How many hold parameters.
         hosts: If given, each worker lives on one of these.
+        tls: Whether they speak TLS to each other; for hosts.
         show: Gets each line of the log at once.
 
     Raises:
@@ -92,6 +94,7 @@ class Run:
         num_stages: int = 3,
         num_owners: int = 2,
         hosts: Hosts | None = None,
+        tls: bool = False,
         show: Callable[[str], None] | None = None,
     ) -> None:
         self.seed = seed
@@ -104,8 +107,11 @@ class Run:
         names = [training.TRAINER, training.WITNESS, *self._owners, *self._stages]
         self._victims = {name: _Victim(name, rank) for rank, name in enumerate(names)}
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-chaos-")
-        path = Path(self._folder.name) / "progress"
-        self._progress = training.Progress(path)
+        path = Path(self._folder.name)
+        self._progress = training.Progress(path / "progress")
+        self._tls: dict[str, Any] = {}
+        if tls:
+            self._tls = {"tls": Office(path / "certificates").options()}
         self._reference = training.OneProcess(seed)
         self._losses: list[float] = []
         self._num_rounds = 0
@@ -114,7 +120,11 @@ class Run:
         self.num_witnessed = 0
         self.slowest_notice_s = 0.0
         self._pids: set[int] = set()
-        self._log(f"seed {seed}: {', '.join(names)}" + (" on hosts" if hosts else ""))
+        self._log(
+            f"seed {seed}: {', '.join(names)}"
+            + (" on hosts" if hosts else "")
+            + (", by TLS" if tls else "")
+        )
         self._cluster = Cluster(
             len(names),
             self._options(),
@@ -145,11 +155,11 @@ class Run:
     def _options(self) -> dict[str, Any]:
         return {
             "lost_after": LOST_AFTER_S,
-            "allow_plain_tcp": True,
             "connect_timeout": CONNECT_S,
             "num_worker_threads": 4,
             "shared_memory_min_bytes": 4096,
             **({"interface": INTERFACE} if self._hosts else {}),
+            **(self._tls or {"allow_plain_tcp": True}),
         }
 
     # ---------------------------------------------------------------------- the rounds
@@ -168,8 +178,8 @@ class Run:
             first,
             num_steps,
             num_faults,
-            victims=self._stages,
-            others=[training.TRAINER, training.WITNESS, *self._owners],
+            victims=[*self._stages, *self._owners],
+            others=[training.TRAINER, training.WITNESS],
             lost_after_s=LOST_AFTER_S,
             step_s=STEP_S,
             hosts=self._hosts is not None,
@@ -378,7 +388,7 @@ class Run:
             raise ChaosError(f"left behind:\n  {lines}\n{stacks}") from None
 
     def _check_transport(self) -> None:
-        wanted = {"tcp", "tls"} if self._hosts else {"unix"}
+        wanted = {"unix"} if not self._hosts else {"tls"} if self._tls else {"tcp"}
         for name, victim in self._victims.items():
             used = self._run(victim.rank, rpc.get_debug_info)["transports"]
             wrong = {to: how for to, how in used.items() if to != name} and {

@@ -34,6 +34,7 @@ class Sweep:
         self._folder = tempfile.TemporaryDirectory(prefix="gradwire-sweep-")
         self._path = Path(self._folder.name)
         self._num_points = 0
+        self._num_trainings = 0
         self._start()
 
     def _start(self) -> None:
@@ -63,9 +64,11 @@ class Sweep:
         """A new training: whoever dies may have taken the old one along."""
         self._reference = training.OneProcess(SEED)
         self._num_steps = 0
-        progress = self._path / "progress"
-        stages = STAGES[:2]
-        self._cluster.run(0, training.begin, SEED, ["owner0"], stages, progress)
+        self._num_trainings += 1
+        folder = self._path / str(self._num_trainings)
+        folder.mkdir()
+        self._cluster.run(NAMES.index("owner0"), training.forget_layers)
+        self._cluster.run(0, training.begin, SEED, ["owner0"], STAGES[:2], folder)
 
     def _step(self) -> None:
         """A step in which nothing happens to anybody."""

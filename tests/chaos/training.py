@@ -1,7 +1,7 @@
 """What the workers of a chaos run do: they train a small model.
 
     trainer     the loop; asks, runs the backward passes, and never dies
-    owner0, ... hold the parameters
+    owner0, ... hold the parameters, and have snapshots of them
     stage0, ... compute, and keep nothing: any of them can do any of the work
     witness     has a thread of the trainer to itself, whose contexts nobody disturbs
 
@@ -13,6 +13,7 @@ computed what, and however often.
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import random
@@ -102,14 +103,17 @@ class OneProcess:
 
 Layer = tuple[rpc.RRef[Tensor], rpc.RRef[Tensor]]
 
-_owned: list[tuple[Tensor, Tensor]] = []
 
-
-def own_layers(seed: int, numbers: list[int]) -> list[Layer]:
-    """Makes layers on this owner; returns references to their parameters."""
+@functools.lru_cache
+def own_layers(seed: int, numbers: tuple[int, ...]) -> list[Tensor]:
+    """The parameters of some layers, on their owner; a new one makes them anew."""
     layers = make_parameters(seed)
-    _owned[:] = [layers[number] for number in numbers]
-    return [(rpc.RRef(weight), rpc.RRef(bias)) for weight, bias in _owned]
+    return [parameter for number in numbers for parameter in layers[number]]
+
+
+def forget_layers() -> None:
+    """The next training begins with new ones."""
+    own_layers.cache_clear()
 
 
 # ---------------------------------------------------------------------------- stages
@@ -191,22 +195,41 @@ class Trainer:
     """Lives on the trainer for as long as the run does."""
 
     def __init__(
-        self, seed: int, owners: list[str], stages: list[str], progress: Path
+        self, seed: int, owners: list[str], stages: list[str], folder: Path
     ) -> None:
         self.seed = seed
         self.stages = stages
-        self.progress = Progress(progress)
-        self.layers: list[Layer] = []
+        self.progress = Progress(folder / "progress")
         share = -(-NUM_LAYERS // len(owners))
-        for index, owner in enumerate(owners):
-            numbers = list(range(NUM_LAYERS))[index * share : (index + 1) * share]
-            self.layers += rpc.rpc_sync(owner, own_layers, (seed, numbers))
+        numbers = range(NUM_LAYERS)
+        # On disk, or in the memory of a worker that nobody kills.
+        kept = (
+            optim.Snapshots(folder / "snapshots")
+            if seed % 2
+            else optim.Snapshots(peer=WITNESS)
+        )
         self.optimizer = optim.DistributedOptimizer(
             torch.optim.SGD,
-            [rref for layer in self.layers for rref in layer],
+            [
+                optim.ParametersOf(
+                    owner,
+                    own_layers,
+                    seed,
+                    tuple(numbers[index * share : (index + 1) * share]),
+                )
+                for index, owner in enumerate(owners)
+            ],
             lr=LEARNING_RATE,
             momentum=MOMENTUM,
+            snapshots=kept,
         )
+
+    @property
+    def layers(self) -> list[Layer]:
+        """References; others after an owner was lost."""
+        (group,) = self.optimizer.param_groups
+        rrefs = group["params"]
+        return list(zip(rrefs[::2], rrefs[1::2], strict=True))
 
     def train(self, first: int, number: int) -> Report:
         report = Report()
@@ -236,7 +259,13 @@ class Trainer:
                 )
                 number += 1
 
-        return autograd.retry(attempt, ATTEMPTS, BACKOFF_S, timeout=BACK_S)
+        return autograd.retry(
+            attempt,
+            ATTEMPTS,
+            BACKOFF_S,
+            timeout=BACK_S,
+            recover=self.optimizer.recover,
+        )
 
     def _draw_stages(self, step: int, number: int) -> list[str]:
         draw = random.Random(f"{self.seed}/{step}/{number}")
@@ -244,12 +273,13 @@ class Trainer:
 
     def attempt(self, ctx: autograd.Context, step: int, stages: list[str]) -> float:
         x, target = make_batch(self.seed, step)
+        layers = self.layers
         futures = [
-            rpc.rpc_async(stage, run_layer, (self.layers[0], half))
+            rpc.rpc_async(stage, run_layer, (layers[0], half))
             for stage, half in zip(stages, x.chunk(2), strict=False)
         ]
         y = torch.cat([future.wait() for future in futures])
-        y = rpc.rpc_sync(stages[2], run_layers, (stages[3:], self.layers[1:], y))
+        y = rpc.rpc_sync(stages[2], run_layers, (stages[3:], layers[1:], y))
         loss = compute_loss(y, target)
         ctx.backward(loss)
         self.optimizer.step(ctx)
@@ -300,9 +330,9 @@ def compute_square(weight: Tensor, x: Tensor) -> Tensor:
 _trainer: Trainer | None = None
 
 
-def begin(seed: int, owners: list[str], stages: list[str], progress: Path) -> None:
+def begin(seed: int, owners: list[str], stages: list[str], folder: Path) -> None:
     global _trainer
-    _trainer = Trainer(seed, owners, stages, progress)
+    _trainer = Trainer(seed, owners, stages, folder)
 
 
 def train(first: int, number: int) -> Report:
