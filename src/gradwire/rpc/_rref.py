@@ -28,6 +28,7 @@ from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 Backward = Callable[[int, Any, bool], None]
 _Invocation: TypeAlias = tuple[
@@ -36,7 +37,7 @@ _Invocation: TypeAlias = tuple[
 """What to call on the owner, and with which arguments."""
 
 
-class RRef(Handle, Generic[T]):
+class RRef(Handle, Generic[T_co]):
     """A reference to a value that lives on one worker, its owner.
 
     It can be sent to other workers, as an argument or a result, also inside containers.
@@ -56,7 +57,7 @@ class RRef(Handle, Generic[T]):
 
     _creation: Future[None]
 
-    def __init__(self, value: T, type_hint: Any = None) -> None:
+    def __init__(self, value: T_co, type_hint: Any = None) -> None:
         self._service = _service_of(current_agent())
         self._ref = self._service.own(value)
 
@@ -84,7 +85,7 @@ class RRef(Handle, Generic[T]):
 
     # -------------------------------------------------------------------------- value
 
-    def local_value(self) -> T:
+    def local_value(self) -> T_co:
         """The value itself, on its owner; waits until it is made.
 
         Raises:
@@ -99,9 +100,9 @@ class RRef(Handle, Generic[T]):
                 worker=self._service.agent.info.name,
             )
         ref.outcome.wait()
-        return cast(T, ref.outcome.result())
+        return cast(T_co, ref.outcome.result())
 
-    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T_co:
         """A copy of the value; on its owner the value itself.
 
         Inside a context a tensor comes with its history: gradients find their way back.
@@ -132,7 +133,7 @@ class RRef(Handle, Generic[T]):
         except OwnerLost:
             ref.check()  # the call that should make it has failed meanwhile, and knows why
             raise
-        return cast(T, found)
+        return cast(T_co, found)
 
     def backward(
         self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False
