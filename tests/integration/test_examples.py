@@ -196,6 +196,9 @@ def test_autograd_example_shows_every_kind_of_backward():
     assert set(ast.literal_eval(left).values()) == {0}
 
 
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 def test_parameter_server_example_trains_as_one_process_does():
     output = run("examples/parameter_server.py", "--short")
 
@@ -217,7 +220,61 @@ def test_demo_trains_as_one_process_does_and_draws_the_graph(tmp_path):
     assert "50\u00d78 float64" in picture.read_text()
 
 
-@pytest.mark.parametrize("example", sorted(ROOT.glob("examples/*.py")), ids=str)
+# Runs an example as it would run in a notebook: the workers are forked then, and need
+# not import torch again.
+AS_IN_NOTEBOOK = """
+import sys
+sys.argv = sys.argv[1:]
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "results"),
+    [
+        (
+            "pipeline.py",
+            ["all 42 gradients are equal, up to", "so is every loss, up to"],
+        ),
+        (
+            "remote_embedding.py",
+            ["the same network", "tables and network are equal, up to"],
+        ),
+        (
+            "actor_learner.py",
+            ["120 batches, each for 16 poles", "same network, to the last bit"],
+        ),
+        (
+            "differentiable_simulator.py",
+            ["the same beam, to the last bit, and the same way there"],
+        ),
+    ],
+)
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_example_gives_the_result_of_one_process(name, results):
+    output = run("-c", AS_IN_NOTEBOOK, f"examples/{name}", "--short")
+
+    for result in results:
+        assert result in output
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.chaos
+@pytest.mark.timeout(120)
+def test_expert_that_is_killed_is_replaced_and_no_loss_differs():
+    output = run("examples/mixture_of_experts.py", "--short")
+
+    assert "expert:1 was killed in step 6" in output
+    assert "that step was run 2 times" in output
+    assert "all losses are the same, to the last bit" in output
+
+
+@pytest.mark.parametrize(
+    "example", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name
+)
 def test_first_line_of_an_example_says_how_to_run_it(example):
     docstring = ast.get_docstring(ast.parse(example.read_text()))
 
