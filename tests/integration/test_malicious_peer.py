@@ -222,7 +222,7 @@ def test_attributes_of_values_are_refused(intruder, canary, victims, name):
     service._owned[owned.id] = owned  # type: ignore[attr-defined]
 
     for args in ((), (1,), ("x",)):
-        arguments: Any = (tuple(owned.id), name, args, {})
+        arguments: Any = (*owned.id, name, *args)
         text = intruder.refused("gradwire.rpc._rref:invoke", arguments)
         assert "NotExported" in text
     assert "only public methods" in text
