@@ -499,6 +499,10 @@ class RolledBack(GradwireError):
 
     Attributes:
         step: How many steps are still made: go on with this one, counted from 0.
+
+    Example:
+        >>> RolledBack("back to the snapshot of step 40", step=40).step
+        40
     """
 
     def __init__(
@@ -509,7 +513,12 @@ class RolledBack(GradwireError):
 
 
 class SnapshotError(GradwireError):
-    """A snapshot is missing, damaged, or of something else."""
+    """A snapshot is missing, damaged, or of something else.
+
+    Example:
+        >>> issubclass(SnapshotError, GradwireError)
+        True
+    """
 
 
 class RemoteError(GradwireError):

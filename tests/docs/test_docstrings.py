@@ -18,7 +18,7 @@ WORKERS = ("worker0", "worker1")
 LIMIT_S = 50.0
 
 # What an example contains that must not run on a worker, or not with others.
-NO_WORKER = re.compile(r"\b(init_rpc|spawn|install)\(")
+NO_WORKER = re.compile(r"\b(init_rpc|install|main|spawn)\(")
 DEADLY = re.compile(r"\bos\._exit\b")
 
 DOCUMENTED = doc_blocks.find_documented()

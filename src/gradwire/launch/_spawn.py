@@ -125,7 +125,9 @@ def main(
 
     Example:
         >>> if __name__ == "__main__":
-        ...     main({"trainer": train}, roles={"server": 1, "trainer": 2})
+        ...     found = main(get_workers, roles={"server": 1, "trainer": 2})
+        >>> sorted(found)
+        ['server', 'trainer:0', 'trainer:1']
     """
     if ROLES_VARIABLE not in os.environ:
         return spawn(function, roles, args, options=options, timeout=timeout)

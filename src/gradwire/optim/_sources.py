@@ -29,12 +29,12 @@ class ParametersOf:
         kwargs: Likewise.
 
     Example:
-        >>> @functools.lru_cache
-        ... def model():  # on the owner, whoever calls first makes it
-        ...     return torch.nn.Linear(8, 8)
-        >>> optimizer = DistributedOptimizer(
-        ...     torch.optim.SGD, [ParametersOf("worker1", model)], lr=0.1
-        ... )
+        A function of the program is usual, one that keeps the module that it makes:
+
+        >>> source = ParametersOf("worker1", nn.Linear, 8, 8)
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [source], lr=0.1)
+        >>> [rref.owner_name() for rref in optimizer.param_groups[0]["params"]]
+        ['worker1', 'worker1']
     """
 
     def __init__(
