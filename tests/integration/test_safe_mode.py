@@ -79,9 +79,6 @@ def test_tensors_of_all_sizes_arrive_also_in_containers():
         found = rpc.rpc_sync("w1", fn.echo, ({"a": [sent], "b": (sent,)},))
         assert torch.equal(found["a"][0], sent)
         assert found["a"][0] is found["b"][0]
-    # None of it lies in memory that the other side could still write.
-    info = rpc.get_debug_info()
-    assert info["segments"] == info["segments_mapped"] == 0
     assert rpc.rpc_sync("w1", fn.are_same, ([sent], [sent])) is False
     assert rpc.rpc_sync("w1", fn.are_same, (sent, sent)) is True
 

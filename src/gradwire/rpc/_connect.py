@@ -38,11 +38,17 @@ _READ_BYTES = 16 << 10
 _MAX_STRANGERS = 256
 
 
-def limits_of(options: RpcBackendOptions) -> Limits:
-    """The limits of each connection."""
+def limits_of(options: RpcBackendOptions, *, is_same_user: bool = False) -> Limits:
+    """The limits of a connection.
+
+    Args:
+        options: Of this worker.
+        is_same_user: Whether the kernel says that the peer runs as the same user.
+    """
     return Limits(
-        # A peer that is not trusted could change a tensor after it was checked.
-        shares_memory=options.serializer != "safe",
+        # A peer that is not trusted could change a tensor after it was checked. One of
+        # the same user needs no segments for that: it can write to all of our memory.
+        shares_memory=options.serializer != "safe" or is_same_user,
         max_head_bytes=options.max_head_bytes,
         max_frame_bytes=options.max_frame_bytes,
         shared_memory_min_bytes=options.shared_memory_min_bytes,
@@ -161,7 +167,8 @@ class Dialer:
         if handshake.peer is None:
             raise AssertionError("a finished handshake knows the peer")
         offset = handshake.peer.clock - time.monotonic()
-        return channel.upgrade(limits_of(self._options), handshake.leftover), offset
+        limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
+        return channel.upgrade(limits, handshake.leftover), offset
 
 
 def _certificate_of(channel: Channel) -> _handshake.ObjectionTo | None:
@@ -311,7 +318,8 @@ class Acceptor:
             return  # closed meanwhile
         if handshake.peer is None:
             raise AssertionError("a finished handshake knows the peer")
-        connection = channel.upgrade(limits_of(self._options), handshake.leftover)
+        limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
+        connection = channel.upgrade(limits, handshake.leftover)
         self._on_connection(connection, handshake.peer)
 
     def _forget(self, fileno: int) -> bool:

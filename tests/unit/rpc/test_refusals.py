@@ -228,3 +228,15 @@ def test_limits_come_from_the_options():
     assert limits.max_frame_bytes == 2
     assert limits.shared_memory_min_bytes == 3
     assert limits.shared_memory_keep_bytes == 4
+
+
+@pytest.mark.parametrize(
+    ("serializer", "is_same_user", "shares"),
+    [("pickle", False, True), ("safe", False, False), ("safe", True, True)],
+)
+def test_memory_is_shared_only_with_those_who_reach_it_anyway(
+    serializer, is_same_user, shares
+):
+    options = RpcBackendOptions(serializer=serializer)
+
+    assert limits_of(options, is_same_user=is_same_user).shares_memory is shares
