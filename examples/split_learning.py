@@ -39,7 +39,7 @@ HOSPITALS = ("hospital:0", "hospital:1")
 NUM_TEST = 169
 NUM_FEATURES = 8  # that a hospital sends of each patient
 BATCH = 50
-RATE = 0.01
+RATE = 0.003
 LIMIT_S = 300.0
 
 
@@ -258,8 +258,8 @@ def main() -> None:
     )
     given = parser.parse_args()
     plan = Plan(
-        epochs=3 if given.short else 40,
-        threshold=0.85 if given.short else 0.96,
+        epochs=3 if given.short else 25,
+        threshold=0.85 if given.short else 0.95,
         picture=given.picture,
     )
     options = rpc.RpcBackendOptions(serializer="safe")
