@@ -243,7 +243,7 @@ def show_progress(done: int, total: int, note: str) -> None:
     """A bar that grows in its place, or one line at the end if this is no terminal."""
     line = f"    [{'#' * (30 * done // total):<30}] {done}/{total}  {note}"
     if sys.stdout.isatty():
-        print("\r" + line, end="\n" if done == total else "", flush=True)
+        print(f"\r{line}\033[K", end="\n" if done == total else "", flush=True)
     elif done == total:
         print(line)
 

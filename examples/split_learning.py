@@ -239,7 +239,7 @@ def show_progress(done: int, total: int, note: str) -> None:
     filled = 30 * done // total
     line = f"    [{'#' * filled:<30}] {done}/{total}  {note}"
     if sys.stdout.isatty():
-        print("\r" + line, end="\n" if done == total else "", flush=True)
+        print(f"\r{line}\033[K", end="\n" if done == total else "", flush=True)
     elif done == total:
         print(line)
 
