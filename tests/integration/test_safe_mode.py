@@ -124,7 +124,7 @@ def test_results_that_are_no_plain_data_are_errors():
         "torch:ops.aten.add",
         "",
     ],
-    ids=str,
+    ids=lambda f: getattr(f, "__name__", f) or "empty",
 )
 @on_safe_worker
 def test_what_is_not_exported_cannot_be_called(function):

@@ -151,6 +151,7 @@ class StreamConnection(Connection):
         self.scheme = scheme
         self.is_drained = not leftover
         self.end: str | None = None
+        self._write_failure: str | None = None
         self._sock = sock
         self._fileno = sock.fileno()
         self._limits = limits
@@ -304,8 +305,10 @@ class StreamConnection(Connection):
             return False
         except OSError as error:
             self._abandon()
-            # The reader wakes up, finds the end, and reports the peer.
-            self.end = self.end or f"writing failed: {error.strerror or error}"
+            # The reader wakes up, reads what the peer has said before (perhaps why it
+            # closed), finds the end, and reports it.
+            failure = f"writing failed: {error.strerror or error}"
+            self._write_failure = self._write_failure or failure
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
         return True
@@ -446,13 +449,14 @@ class StreamConnection(Connection):
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:
-            self.end = self.end or f"reading failed: {error.strerror or error}"
+            problem = f"reading failed: {error.strerror or error}"
+            self.end = self.end or self._write_failure or problem
             return 0
         self._bytes_received += count
         if ancillary:
             self._keep_descriptors(ancillary)
         if count == 0:
-            self.end = self.end or "it closed the connection"
+            self.end = self.end or self._write_failure or "it closed the connection"
         return count
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:

@@ -248,7 +248,7 @@ class TlsConnection(StreamConnection):
                 self._tls.only_buffered = False
         if self._tls.has_ended:
             # Not always seen by the poller: the peer may end TLS and keep the socket.
-            self.end = self.end or "it closed the connection"
+            self.end = self.end or self._write_failure or "it closed the connection"
         return frames
 
     @property

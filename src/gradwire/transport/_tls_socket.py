@@ -67,7 +67,8 @@ class TlsSocket:
         while sent < size:
             rest = data if size <= _RECORD_BYTES else _piece(data, sent)
             with self._lock:
-                if self._is_over:
+                if self._is_over or self._is_broken:
+                    # A second failure would keep OpenSSL from reading what has come.
                     raise BrokenPipeError("the connection was closed")
                 try:
                     sent += self._sock.send(rest)

@@ -190,7 +190,9 @@ def test_an_instance_cannot_give_a_method_another_meaning(table):
     assert method(table, model, "forward")(1) == 2
 
 
-@pytest.mark.parametrize("value", [Base(), [1], torch.ones(1), double, Model], ids=str)
+@pytest.mark.parametrize(
+    "value", [Base(), [1], torch.ones(1), double, Model], ids=lambda v: type(v).__name__
+)
 @pytest.mark.parametrize("name", ["inherited", "append", "add_", "__call__", "mro"])
 def test_methods_of_other_classes_are_refused(table, value, name):
     table.add(Model, None, None)

@@ -380,7 +380,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("tree", MALFORMED, ids=repr)
+@pytest.mark.parametrize("tree", MALFORMED)
 def test_malformed_trees_are_refused(tree):
     with pytest.raises(DecodeError):
         loads(msgspec.msgpack.encode(tree), [])
