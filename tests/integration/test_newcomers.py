@@ -194,9 +194,9 @@ def test_forgotten_context():
     x = torch.ones(2, requires_grad=True)
     loss = rpc.rpc_sync("w1", functions.add, (x, 1)).sum()
 
-    text = text_of(UnknownContext, lambda: autograd.backward(1, [loss]))
+    text = text_of(UnknownContext, lambda: autograd.backward(123_456, [loss]))
 
-    says(text, "id: 1", "'w0'", "Pass the id that context() gave", "loss.backward()")
+    says(text, "id: 123456", "'w0'", "Pass the id that context() gave", "loss.backward()")
     loss.backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(2))
