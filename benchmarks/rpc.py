@@ -245,8 +245,6 @@ def _gradwire_options(system: str) -> dict[str, Any]:
         return {}
     if system == "safe":
         return {"serializer": "safe"}
-    if system == "streamed":
-        return {"shared_memory_min_bytes": 1 << 40}
     options: dict[str, Any] = {
         "transports": (system,),
         "advertise_address": "127.0.0.1",

@@ -1,8 +1,7 @@
 """Calls with ``serializer="safe"`` beside the same calls with pickles, in one run.
 
-All that ``rpc.py`` says about rounds and pauses holds here, too. The safe mode shares no
-memory between processes, so the other one does not here either; the difference is then
-what the mode itself costs. (What shared memory gains is in ``rpc.py``.)
+All that ``rpc.py`` says about rounds and pauses holds here, too. Both workers run as the
+same user, so memory is shared in both modes.
 
     python benchmarks/safe.py                   # a table, in about half a minute
     python benchmarks/safe.py --quick           # does it run at all; the numbers mean little
@@ -22,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for a start as a script
 
 from benchmarks import rpc as calls
 
-MODES = ("streamed", "safe")
+MODES = ("gradwire", "safe")
 HEADINGS = ("call", "pickle", "safe", "ratio", "by round")
 
 
