@@ -196,7 +196,9 @@ def test_forgotten_context():
 
     text = text_of(UnknownContext, lambda: autograd.backward(123_456, [loss]))
 
-    says(text, "id: 123456", "'w0'", "Pass the id that context() gave", "loss.backward()")
+    says(
+        text, "id: 123456", "'w0'", "Pass the id that context() gave", "loss.backward()"
+    )
     loss.backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(2))

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import functions
+import probes
 import rref_functions as fn
 from cluster import Cluster
 from gradwire import rpc
@@ -1087,3 +1088,41 @@ def use_references(chance: random.Random) -> None:
             held.pop(chance.randrange(len(held)))
         while len(held) > 5:
             held.pop(chance.randrange(len(held)))
+
+
+def ask_for_what_never_comes(function_name: str, incarnation: int) -> None:
+    """Asks w0 for a value that w1 was to have made there."""
+    from gradwire.rpc import _rref
+
+    args: tuple[object, ...] = (1, incarnation, 999_999)
+    if function_name == "invoke":
+        args += ("size",)
+    rpc.rpc_async("w0", getattr(_rref, function_name), args, timeout=0)
+
+
+def own_incarnation() -> int:
+    from gradwire.rpc.extension import current_agent
+
+    return current_agent().network.incarnation
+
+
+def num_served_now() -> int:
+    return int(rpc.get_debug_info()["server_active_calls"])
+
+
+@pytest.mark.parametrize("function_name", ["fetch", "invoke"])
+def test_who_asks_for_what_never_comes_and_dies_leaves_nothing(
+    make_cluster, function_name
+):
+    cluster = make_cluster(3)
+    incarnation = cluster.run(1, own_incarnation)
+    cluster.run(2, ask_for_what_never_comes, function_name, incarnation)
+    probes.wait_until(
+        lambda: cluster.run(0, num_served_now) == 1, "w0 waits for the value"
+    )
+
+    cluster.kill(2)
+
+    probes.wait_until(
+        lambda: cluster.run(0, num_served_now) == 0, "w0 waits no more", 5.0
+    )

@@ -291,6 +291,10 @@ class Recorder(Interceptor):
             )
             if answers:
                 exchange.perform(scope.side, None, answers)
+        if peer.fate is not None:
+            # Its loss was noticed while this call of its waited for a thread: those who
+            # were told of it did not see this context yet, and nobody else would end it.
+            exchange.peer_lost(peer)
         return scope
 
     def dropped_call(

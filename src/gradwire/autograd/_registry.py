@@ -71,6 +71,8 @@ class Registry:
         # Guards all below; any thread that calls, serves or reads.
         self._lock = threading.Lock()
         self._sides: dict[int, Side] = {}
+        # Explicit contexts of other workers among them, by opener.
+        self._joined: dict[int, set[ContextName]] = {}
         self._ended: dict[int, Ended] = {}
         self._brought: dict[int, int] = {}
         self._issued = -1
@@ -211,6 +213,8 @@ class Registry:
         label = label or f"the context {name.key}"
         side = Side(self._exchange, name, label, into_grad=into_grad)
         self._sides[name.key] = side
+        if opener_of(name.key) != self._exchange.me:
+            self._joined.setdefault(opener_of(name.key), set()).add(name)
         return side
 
     def _is_over(self, name: ContextName) -> bool:
@@ -235,6 +239,8 @@ class Registry:
                 return None
             del self._sides[name.key]
             self._discharge(side)
+            if joined := self._joined.get(opener_of(name.key)):
+                joined.discard(name)
             if not is_implicit(name.key) and opener_of(name.key) == self._exchange.me:
                 self._live.discard(counter_of(name.key))
             side.is_released = True
@@ -278,7 +284,8 @@ class Registry:
         """Takes in what the release of another worker says.
 
         Returns:
-            The broken contexts that are over by it.
+            The contexts that are over by it: broken ones, and those whose own release
+            has not come this way.
         """
         self.forget_broken(opener, incarnation)
         with self._lock:
@@ -286,11 +293,9 @@ class Registry:
             if ended is None or ended.incarnation != incarnation:
                 ended = self._ended[opener] = Ended(incarnation)
             ended.note(issued, set(live))
-            return [
-                name
-                for name in self._broken
-                if opener_of(name.key) == opener and self._is_over(name)
-            ]
+            broken = (n for n in self._broken if opener_of(n.key) == opener)
+            joined = self._joined.get(opener, ())
+            return [name for name in (*broken, *joined) if self._is_over(name)]
 
     def sides(self) -> list[Side]:
         """All sides."""
@@ -303,6 +308,7 @@ class Registry:
             self._is_closed = True
             sides = list(self._sides.values())
             self._sides.clear()
+            self._joined.clear()
             self._brought.clear()
             self._live.clear()
             return sides

@@ -96,6 +96,10 @@ class Releases:
                 opener_of(name.key), message.incarnation, message.issued, message.live
             ):
                 over[other] = self._registry.take_broken(other)
+                if (side := self._registry.drop(other)) is not None:
+                    with side.lock:
+                        over[other] |= side.state.known
+                    self.end(side)
         for ended, known in over.items():
             if known - {sender}:
                 told = Release(

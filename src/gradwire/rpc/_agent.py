@@ -758,6 +758,7 @@ class Agent:
                 self.network.drop_link(link)
         for call in peer.calls.take_all():
             self._settle_from_anywhere(call, peer.error())
+        self._server.peer_lost(peer)
         for interceptor in self.interceptors:
             interceptor.peer_lost(peer)
         self.departure.peer_lost()

@@ -49,6 +49,8 @@ __all__ = ["Network", "NetworkOwner"]
 
 _log = logging.getLogger("gradwire.rpc")
 
+_AGAIN_S = 0.05
+
 
 class NetworkOwner(LinkOwner, Protocol):
     """What the network needs of the agent."""
@@ -334,17 +336,24 @@ class Network:
 
     def contact(self, record: WorkerRecord) -> bool:
         """Whether the worker of a record lives; connects to it, so that it knows us."""
-        try:
-            self.meet(record)
-        except HandshakeRefused as error:
-            if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
+        options = self._options
+        limit = time.monotonic() + min(options.init_timeout, options.lost_after + 5.0)
+        while True:
+            try:
+                self.meet(record)
+            except HandshakeRefused as error:
+                if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
+                    return False
+                if error.code == _handshake.SERIALIZER:
+                    return True  # it lives; the rendezvous says what is wrong
+                if error.code != _handshake.TAKEN or time.monotonic() > limit:
+                    raise
+                # It has not noticed yet that our earlier life is over.
+                time.sleep(_AGAIN_S)
+            except (ConnectError, ConnectTimeout, PeerLostError):
                 return False
-            if error.code == _handshake.SERIALIZER:
-                return True  # it lives; the rendezvous says what is wrong
-            raise
-        except (ConnectError, ConnectTimeout, PeerLostError):
-            return False
-        return True
+            else:
+                return True
 
     def meet(self, record: WorkerRecord) -> None:
         """Connects to the worker of a record."""

@@ -25,6 +25,8 @@ from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 
+_LOOK_S = 0.5
+
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
 T = TypeVar("T")
@@ -407,7 +409,11 @@ def _run_backward(context: int, root: Any, retain_graph: bool) -> None:
 
 def _value_of(rref: tuple[int, ...]) -> Any:
     outcome = _find(rref).outcome
-    outcome.wait()
+    asker = serving_peer.get()
+    # The call that makes it may never come, but whoever asks does not live for ever.
+    while not outcome.wait(_LOOK_S):
+        if asker is not None and asker.fate is not None:
+            raise asker.error()
     return outcome.result()
 
 

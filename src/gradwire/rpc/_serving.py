@@ -91,6 +91,16 @@ class Server:
             active = list(self._active)
         return [f"{r.target or 'a function'} for {r.peer.info.name!r}" for r in active]
 
+    def peer_lost(self, peer: Peer) -> None:
+        """Nobody waits any more for values that a lost worker has asked for.
+
+        Handlers that run go on, and count; but what would come by a future may never.
+        """
+        with self._lock:
+            self._active = {
+                r for r in self._active if r.peer is not peer or not r.is_waiting
+            }
+
     def is_slow(self, target: str | None) -> bool:
         """Whether a function takes so long that others should not wait for it.
 
@@ -272,8 +282,7 @@ class Server:
         kwargs: dict[str, Any],
     ) -> Any:
         serving_agent.set(self._agent)
-        if self._agent.is_safe:
-            serving_peer.set(request.peer)
+        serving_peer.set(request.peer)
         managers = [scope.enter_handler() for _, scope in request.scopes]
         if not any(managers):
             return function(*args, **kwargs)
@@ -309,6 +318,7 @@ class _Request:
         "_link",
         "_server",
         "counts",
+        "is_waiting",
         "nbytes",
         "peer",
         "scopes",
@@ -330,6 +340,7 @@ class _Request:
         self._server = server
         self._link = link
         self.peer = peer
+        self.is_waiting = False  # for a future: no thread is held
         self.target = target
         self._id = call_id
         self.scopes: list[tuple[str, Scope]] = []
@@ -426,7 +437,10 @@ class _Request:
                 )
             )
             return
+        self.is_waiting = True
         future.add_done_callback(self._on_future)
+        if self.peer.fate is not None:
+            self._server.peer_lost(self.peer)
 
     def _on_future(self, future: Any) -> None:
         try:
