@@ -134,7 +134,7 @@ def outline(names: list[tuple[int, int]]) -> list[tuple[Any, ...]]:
     the context themselves.
     """
     exchange = current_exchange()
-    peer = serving_peer.get()
+    peer = serving_peer.get() if exchange.agent.is_safe else None
     found = []
     for key, incarnation in names:
         side = exchange.registry.find(ContextName(key, incarnation))
