@@ -82,3 +82,27 @@ def wait_until_lost(name: str) -> None:
         return False
 
     probes.wait_until(is_lost, f"{name} is lost")
+
+
+def call_again(with_history: bool) -> None:
+    """A call to a member that has dropped the context because of the loss."""
+    x = torch.ones(3, requires_grad=with_history)
+    with pytest.raises(PeerLostError, match="w3"):
+        fn.inside(rpc.rpc_sync, "w1", multiply, (x,))
+    plain = fn.inside(rpc.rpc_sync, "w1", functions.add, (1, 2))
+    assert plain == 3
+
+
+@pytest.mark.parametrize("with_history", [False, True])
+def test_no_history_is_lost_in_a_context_that_a_member_has_dropped(
+    make_cluster, with_history
+):
+    cluster = make_cluster(4)
+    cluster.run(0, open_and_call)
+    cluster.kill(3)
+    probes.wait_until(
+        lambda: cluster.run(1, num_contexts) == 0, "w1 has dropped the context"
+    )
+
+    cluster.run(0, call_again, with_history)
+    cluster.run(0, leave)

@@ -536,6 +536,11 @@ class Exchange:
         """What others are told of an error; kept instead of it, which keeps its frames."""
         return self.agent.describe(error)
 
+    def broken_error(self, name: ContextName) -> BaseException | None:
+        """Why a context was dropped here before its end; None if it was not."""
+        cause = self.registry.why_broken(name)
+        return None if cause is None else self.agent.rebuild(cause)
+
     def fail(self, side: Side, run: Run, error: BaseException) -> None:
         """Our part of a pass failed; everybody is told. Nothing if it is over already.
 

@@ -275,6 +275,11 @@ class Recorder(Interceptor):
                 raise
             scope.side = side
             if side is None:
+                if call.flags & MESSAGE_HAS_HISTORY:
+                    broken = exchange.broken_error(name)
+                    if broken is not None:  # plain values would lose gradients
+                        self.dropped_call(peer, call_id, header, broken)
+                        raise broken
                 scope.records = False  # the context is over: plain values
                 return scope
             side.into_grad = into_grad
@@ -471,6 +476,7 @@ class _CallScope(Scope):
         """See `Scope`."""
         side = self.side
         if not self.records or (side is not None and side.is_released):
+            self._refuse_to_lose(tensors, of_modules)
             return self._cut_reply(tensors)
         tracked = _tracked(tensors, of_modules)
         if not tracked:
@@ -497,6 +503,17 @@ class _CallScope(Scope):
         if self._event >= 0 and self.side is not None:
             self.side.finish_sends()
             self._exchange.unfinished.discard(self)
+
+    def _refuse_to_lose(self, tensors: list[Tensor], of_modules: set[int]) -> None:
+        """Raises if the caller counts on a history in a context that was dropped here.
+
+        The caller may not know yet of the worker that was lost.
+        """
+        if self._is_implicit or self._flags & NOT_RECORDED:
+            return
+        error = self._exchange.broken_error(self._name)
+        if error is not None and _tracked(tensors, of_modules):
+            raise error
 
     def _cut_reply(self, tensors: list[Tensor]) -> Addition:
         changes = _cut(tensors)
