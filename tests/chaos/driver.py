@@ -70,6 +70,7 @@ class _Victim:
 
 
 _OPEN = float("inf")
+_RETURNS = ("as a new process", "in the same process", "in the same life")
 
 
 class Run:
@@ -242,6 +243,8 @@ class Run:
         rank = victim.rank
         if fault.kind not in HARMLESS:
             victim.begin_trouble(fault.kind)
+        if fault.kind in ("freeze", "disconnect", "cut"):
+            self._run(rank, training.listen)
         self._log(f"{fault.kind} {victim.name} (pid {pid}, {victim.status}) {at}")
         if fault.kind == "kill":
             self._cluster.kill(rank)
@@ -287,20 +290,28 @@ class Run:
         if fault.kind in HARMLESS:
             self._is_back(victim)
             return
-        told = self._run(victim.rank, training.call_when_lost, training.TRAINER)
-        self._log(f"{victim.name} is back and was told: {told or 'nothing'}")
-        wanted = "declared this worker" if fault.kind == "freeze" else "is lost"
-        if wanted not in told:
+        told = self._run(victim.rank, training.why_lost, training.TRAINER)
+        self._log(f"{victim.name} is back and has lost the trainer: {told or 'no'}")
+        if not told or (fault.kind == "freeze" and "declared this worker" not in told):
             raise ChaosError(
-                f"{victim.name} was lost ({fault.kind}) and is back, but its call to the "
-                f"trainer says: {told or 'nothing'}"
+                f"{victim.name} was lost ({fault.kind}) and is back, but was told of the "
+                f"trainer: {told or 'nothing'}"
             )
-        if random.Random(str(fault)).random() < 0.5:
+        self._return(victim, random.Random(str(fault)).choice(_RETURNS))
+
+    def _return(self, victim: _Victim, how: str) -> None:
+        """A worker that was taken for lost comes back to the group."""
+        if how == "as a new process":
             self._restart(victim)
-        else:
-            self._log(f"{victim.name} joins again in the same process")
+            return
+        self._log(f"{victim.name} comes back {how}")
+        if how == "in the same process":
             victim.starting = self._cluster.start(victim.rank, worker_process.rejoin)
-            victim.status = "starting"
+        else:
+            victim.starting = self._cluster.start(
+                victim.rank, training.meet_everybody, list(self._victims)
+            )
+        victim.status = "starting"
 
     def _restart(self, victim: _Victim) -> None:
         self._log(f"restart {victim.name}")

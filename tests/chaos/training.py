@@ -30,6 +30,7 @@ from torch import Tensor
 import functions
 from gradwire import autograd, optim, rpc
 from gradwire.errors import GradwireError
+from gradwire.rpc._membership import Subscription
 
 TRAINER, WITNESS = "trainer", "witness"
 SIZE = 96  # such a matrix goes through shared memory
@@ -363,10 +364,33 @@ def call_everybody(names: list[str]) -> None:
         rpc.rpc_sync(name, functions.echo, (1,))
 
 
-def call_when_lost(name: str) -> str:
-    """What a worker is told that calls somebody who took it for lost."""
-    try:
-        rpc.rpc_sync(name, functions.echo, (1,))
-    except GradwireError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+_losses: dict[str, str] = {}
+_heard = threading.Condition()  # guards _losses; written by a thread of the pool
+_news: list[Subscription] = []
+
+
+def listen() -> None:
+    """Hears from now on whom this worker loses, and why."""
+
+    def note(info: rpc.WorkerInfo, reason: str) -> None:
+        with _heard:
+            _losses[info.name] = reason
+            _heard.notify_all()
+
+    for subscription in _news:
+        subscription.remove()
+    _losses.clear()
+    _news[:] = [rpc.on_worker_lost(note)]
+
+
+def why_lost(name: str) -> str:
+    """Why this worker has lost another, since it listens."""
+    with _heard:
+        _heard.wait_for(lambda: name in _losses, BACK_S)
+        return _losses.get(name, "")
+
+
+def meet_everybody(names: list[str]) -> None:
+    """Finds all workers again, after they had lost this one."""
+    for name in names:
+        rpc.wait_for_worker(name, BACK_S)

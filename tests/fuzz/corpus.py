@@ -17,6 +17,7 @@ from gradwire.wire import (
     Failure,
     Goodbye,
     Heartbeat,
+    Introduction,
     Message,
     Outgoing,
     Reply,
@@ -85,6 +86,7 @@ def _make_bare() -> list[Message]:
     return [
         Heartbeat(12.5),
         Goodbye("so long"),
+        Introduction('{"name":"a","rank":1}'),
         Call(9),
         Failure(3),
         passes.PassStart(1, 2, 0, 1, 1, False, True, [("cpu", "bfloat16")]),

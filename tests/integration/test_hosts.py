@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,9 +50,15 @@ class Cable(NamedTuple):
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(
-        ["ip", *arguments], check=True, capture_output=True, timeout=LIMIT_S, text=True
-    )
+    run_tool("ip", *arguments)
+
+
+def tc(*arguments: str) -> None:
+    run_tool("tc", *arguments)
+
+
+def run_tool(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +326,36 @@ def test_cut_network_is_noticed(cable, start_workers):
 
 def block_on(name: str) -> None:
     rpc.rpc_sync(name, functions.block_until_set, ("cut",), timeout=0)
+
+
+def test_slow_link_is_no_silence(cable, start_workers):
+    lost_after = 0.4
+    workers = start_workers(
+        cable.left,
+        cable.right,
+        init_method=f"tcp://{cable.left_address}:29534",
+        secret=SECRET,
+        lost_after=lost_after,
+    )
+    workers[0].run(call_all, 2)
+    narrow = "qdisc replace dev veth0 root tbf rate 1mbit burst 3k limit 12k"
+    try:
+        tc("-n", cable.right, *narrow.split())
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"links cannot be made narrow here: {error}")
+    try:
+        # One frame, which takes longer than anybody may be silent.
+        seconds = workers[0].run(time_numbers, "w1", 40_000)
+    finally:
+        tc("-n", cable.right, "qdisc", "delete", "dev", "veth0", "root")
+    assert seconds > 3 * lost_after
+
+
+def time_numbers(name: str, count: int) -> float:
+    start = time.monotonic()
+    found = rpc.rpc_sync(name, torch.arange, (count,), timeout=LIMIT_S)
+    assert torch.equal(found, torch.arange(count))
+    return time.monotonic() - start
 
 
 def test_tcp_can_be_forced_on_one_host(make_cluster):

@@ -438,7 +438,8 @@ def test_worker_that_slept_too_long_is_told_that_it_is_lost(make_cluster):
     ) as caught:
         cluster.run(1, call, "w0", 1, 2)
     assert "nothing was heard of it" in str(caught.value)
-    assert "start it anew" in str(caught.value)
+    assert "rpc.wait_for_worker" in str(caught.value)
+    assert "started anew" in str(caught.value)
 
 
 def test_stale_entries_of_dead_workers_do_not_hold_up_newcomers(processes, store):

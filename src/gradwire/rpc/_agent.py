@@ -79,6 +79,7 @@ from gradwire.wire import (
     Failure,
     Goodbye,
     Heartbeat,
+    Introduction,
     Message,
     Outgoing,
     PickleSerializer,
@@ -699,6 +700,8 @@ class Agent:
                 link.clock_offset = max(link.clock_offset - 1e-3, sample)
         elif type(message) is Goodbye:
             self._on_goodbye(peer, message)
+        elif type(message) is Introduction:
+            self.network.introduced(peer, message.record.encode())
         else:
             raise RemoteProtocolError(
                 f"an unexpected message of type {type(message).__name__} arrived"
@@ -711,7 +714,8 @@ class Agent:
         self.lose(
             peer,
             f"it declared this worker ({self.info.name!r}) lost, because {message.reason}; "
-            "end this worker and start it anew",
+            "what the two had of each other is gone. They meet again when one of them "
+            "calls rpc.wait_for_worker, or when this worker is started anew",
         )
 
     # --------------------------------------------------------------- joining and losing
@@ -763,6 +767,7 @@ class Agent:
             interceptor.peer_lost(peer)
         self.departure.peer_lost()
         self.departure.check()
+        peer.is_mourned = True
         if not self.network.is_closing:
             self.membership.lost(peer, reason)
 
@@ -819,8 +824,8 @@ class Agent:
         for link, peer in self.network.links():
             if slept:
                 link.last_received = now
-            if now - link.last_received > self.options.lost_after:
-                silence = now - link.last_received
+            silence = link.silence(now)
+            if silence > self.options.lost_after:
                 reason = f"nothing was heard of it for {silence:.1f} s"
                 with contextlib.suppress(GradwireError):
                     # If it still lives, it reads this when it wakes up.

@@ -335,6 +335,9 @@ def wait_for_worker(
 ) -> WorkerInfo:
     """Waits until a worker can be called: it joins, or comes back after a loss.
 
+    A worker that is lost may live: the network was cut, or it was stopped. Then the two
+    meet again here, with nothing left of what they had of each other.
+
     Args:
         name: Its name.
         timeout: Limit in seconds.

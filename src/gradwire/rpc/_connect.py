@@ -204,6 +204,7 @@ class Acceptor:
     Args:
         admit: Decides, after the proof, whether a peer may come in.
         on_connection: Gets the connection of a peer that was let in, on a pool thread.
+        on_abandoned: Is told if there will be none after all.
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class Acceptor:
         options: RpcBackendOptions,
         admit: _handshake.Admit,
         on_connection: Callable[[Connection, PeerIdentity], None],
+        on_abandoned: Callable[[PeerIdentity], None],
     ) -> None:
         self._pool = pool
         self._identify = identify
@@ -221,6 +223,7 @@ class Acceptor:
         self._options = options
         self._admit = admit
         self._on_connection = on_connection
+        self._on_abandoned = on_abandoned
         self._listeners: list[Listener] = []
         # Guards all below: pool threads and the monitor.
         self._lock = threading.Lock()
@@ -304,6 +307,8 @@ class Acceptor:
                 if answer:
                     channel.write(answer)
         except GradwireError as error:
+            if handshake.peer is not None:
+                self._on_abandoned(handshake.peer)
             if self._forget(fileno):
                 glare = isinstance(error, HandshakeRefused) and (
                     error.code == _handshake.GLARE
@@ -314,10 +319,11 @@ class Acceptor:
                 )
                 channel.close()
             return
-        if not self._forget(fileno):
-            return  # closed meanwhile
         if handshake.peer is None:
             raise AssertionError("a finished handshake knows the peer")
+        if not self._forget(fileno):
+            self._on_abandoned(handshake.peer)  # closed meanwhile
+            return
         limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
         connection = channel.upgrade(limits, handshake.leftover)
         self._on_connection(connection, handshake.peer)
@@ -414,14 +420,16 @@ def refusal_for(
                 f"{other.info.name!r} of rank {other.info.id}",
             )
     if known is not None and known.incarnation == identity.incarnation:
-        if not known.is_usable:
-            return refuse(
-                _handshake.IDENTITY,
-                f"worker {identity.name!r} was declared lost ({known.fate}); start it anew",
-            )
-        if known.link is not None or (known.is_dialing and own_rank < identity.rank):
+        is_connected = known.is_usable and known.link is not None
+        if is_connected or (known.is_dialing and own_rank < identity.rank):
             # Both dial at once: the connection that the lower rank opens is kept.
             return refuse(
                 _handshake.GLARE, "a connection to this worker exists already"
+            )
+        if not known.is_usable and not known.is_mourned:
+            return refuse(
+                _handshake.TAKEN,
+                f"worker {identity.name!r} is being declared lost ({known.fate}); try "
+                "again",
             )
     return None

@@ -66,6 +66,7 @@ class Link:
         self.shares_clock = True  # processes of one host do
         self.clock_offset = 0.0  # the peer's monotonic clock minus ours
         self.last_received = self.last_sent = time.monotonic()
+        self._bytes_noticed = 0  # when the monitor looked last
         self._pool = pool
         self._owner = owner
         self._fileno = connection.fileno()
@@ -360,6 +361,17 @@ class Link:
         if frames:
             self.last_received = time.monotonic()
         return frames
+
+    def silence(self, now: float) -> float:
+        """For how long nothing was heard of the peer; a part of a frame counts.
+
+        A large frame takes its time on a slow link, and heartbeats wait behind it.
+        """
+        received = self.connection.bytes_received
+        if received != self._bytes_noticed:
+            self._bytes_noticed = received
+            self.last_received = now
+        return now - self.last_received
 
     # Frames that were read may still be under way to their handling when the end of the
     # stream is seen. The end must come last, or calls would fail whose answer is here.

@@ -128,6 +128,8 @@ class Membership:
     def wait_for(self, name: str, timeout_s: float, *, or_role: bool) -> WorkerInfo:
         """Waits until a worker can be called.
 
+        One that is lost may only have been cut off: it is sought as well.
+
         Args:
             name: Its name.
             timeout_s: Limit.
@@ -145,6 +147,10 @@ class Membership:
                     f"this worker was shut down while it waited for worker {name!r}"
                 )
             for peer in self._candidates(name, or_role):
+                if not peer.is_usable:
+                    problem = str(peer.error())
+                    self._network.seek_again(peer)
+                    continue
                 try:
                     self._network.connect(peer, deadline)
                 except GradwireError as error:
@@ -161,16 +167,17 @@ class Membership:
             self._wait_for_news(version, deadline)
 
     def _candidates(self, name: str, or_role: bool) -> list[Peer]:
-        """Workers that may serve, the one of that name first."""
-        usable = [peer for peer in self._network.peers() if peer.is_usable]
-        found = [peer for peer in usable if peer.info.name == name]
-        if or_role:
-            found += [
-                peer
-                for peer in usable
-                if peer.info.name != name and role_of(peer.info.name) == role_of(name)
-            ]
-        return found
+        """Workers that may serve: the one of that name first, those that are lost last."""
+        found = [
+            peer
+            for peer in self._network.peers()
+            if (peer.is_usable or peer.may_be_met_again)
+            and (
+                peer.info.name == name
+                or (or_role and role_of(peer.info.name) == role_of(name))
+            )
+        ]
+        return sorted(found, key=lambda p: (not p.is_usable, p.info.name != name))
 
     def _wait_for_news(self, version: int, deadline: float) -> None:
         def wait(timeout_s: float) -> bool:

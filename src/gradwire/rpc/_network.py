@@ -5,6 +5,7 @@ Knows addresses, handshakes and links; knows nothing of calls.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import logging
 import threading
@@ -32,7 +33,7 @@ from gradwire.rpc._host import find_address, identify_host, rendezvous_host
 from gradwire.rpc._link import Link, LinkOwner
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._pool import WorkerPool
-from gradwire.rpc._records import WorkerRecord
+from gradwire.rpc._records import WorkerRecord, encode_record, parse_introduction
 from gradwire.rpc._schemes import warn_if_readable
 from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc._turn import about_to_block
@@ -44,6 +45,7 @@ from gradwire.transport import (
     get_transport,
 )
 from gradwire.transport._tcp import format_address, parse_address
+from gradwire.wire import Introduction, encode
 
 __all__ = ["Network", "NetworkOwner"]
 
@@ -56,7 +58,10 @@ class NetworkOwner(LinkOwner, Protocol):
     """What the network needs of the agent."""
 
     def peer_joined(self, peer: Peer) -> None:
-        """A worker has come to a group that was complete; it is connected."""
+        """A worker has come, or has come back, to a group that was complete.
+
+        It is connected.
+        """
 
 
 class Network:
@@ -91,7 +96,13 @@ class Network:
         self._host = identify_host()
         self._dialer = Dialer(self._identify, secret, options, transports, self._host)
         self._acceptor = Acceptor(
-            pool, self._identify, secret, options, self._admit, self._on_accepted
+            pool,
+            self._identify,
+            secret,
+            options,
+            self._admit,
+            self._on_accepted,
+            self._on_abandoned,
         )
         self._joined = threading.Event()
         # Guards all below: callers, threads that accept or lose a peer, the monitor.
@@ -100,6 +111,7 @@ class Network:
         self._by_name: dict[str, Peer] = {}
         self._links: dict[Link, Peer] = {}
         self._closed = False
+        self._introduction = b""  # what those whom we dial are told
 
     # ------------------------------------------------------------------- beginning
 
@@ -139,6 +151,7 @@ class Network:
             addresses=addresses,
             serializer=self._options.serializer,
         )
+        self._introduction = bytes(encode(Introduction(encode_record(record))).head)
         self._connect_to_self(record)
         return record
 
@@ -203,16 +216,30 @@ class Network:
                 is_closing=self.is_closing,
                 world_size=self._world_size,
             )
-            if refusal is None and (
-                known is None or known.incarnation != identity.incarnation
-            ):
-                info = WorkerInfo(identity.name, identity.rank)
-                peer = Peer(
-                    info, identity.incarnation, self._options.max_inflight_bytes
-                )
-                peer.is_newcomer = self._joined.is_set()
-                self._enter(peer)
-            return refusal
+            if refusal is not None:
+                return refusal
+            record = None
+            if known is not None and known.incarnation == identity.incarnation:
+                overtakes = self._info.id > identity.rank
+                if not known.claim_accepting(overtakes=overtakes):
+                    return _handshake.Refusal(_handshake.GLARE, "it dials you as well")
+                if known.is_usable:
+                    return None
+                record = known.record
+            info = WorkerInfo(identity.name, identity.rank)
+            peer = Peer(
+                info, identity.incarnation, self._options.max_inflight_bytes, record
+            )
+            peer.is_newcomer = self._joined.is_set()
+            peer.is_accepting = True
+            self._enter(peer)
+            return None
+
+    def _on_abandoned(self, identity: PeerIdentity) -> None:
+        """One that was let in has gone before it was connected."""
+        peer = self._peers.get(identity.rank)
+        if peer is not None and peer.incarnation == identity.incarnation:
+            peer.end_accepting()
 
     def _on_accepted(self, connection: Connection, identity: PeerIdentity) -> None:
         peer = self._peers.get(identity.rank)
@@ -225,6 +252,8 @@ class Network:
             # One of the two has gone since the handshake: nobody waits for this one.
             _log.debug("dropped a connection from %s: %s", identity.name, error)
             return
+        finally:
+            peer.end_accepting()
         if peer.is_newcomer:
             peer.is_newcomer = False
             self._owner.peer_joined(peer)
@@ -304,7 +333,7 @@ class Network:
             record = self._record_of(peer, limit)
             if record is not None:
                 connection, offset = self._dialer.dial(record, limit)
-                return self._attach(connection, peer, offset)
+                return self._attach_dialled(connection, peer, offset)
         except HandshakeRefused as error:
             if error.code != _handshake.GLARE:
                 raise
@@ -315,6 +344,58 @@ class Network:
         if not wait_in_slices(peer.wait_for_link, limit) or peer.link is None:
             raise peer.error() if peer.fate is not None else self._connect_timeout(peer)
         return peer.link
+
+    def _attach_dialled(
+        self, connection: Connection, peer: Peer, offset: float
+    ) -> Link:
+        link = self._attach(connection, peer, offset)
+        with contextlib.suppress(GradwireError):  # its reader notices, and knows why
+            link.send(self._introduction)
+        return link
+
+    def introduced(self, peer: Peer, data: bytes) -> None:
+        """A worker that has dialled us says where it listens itself."""
+        record = parse_introduction(data, peer.info, peer.incarnation)
+        if peer.record is None:
+            peer.record = record
+
+    def seek_again(self, lost: Peer) -> None:
+        """Looks, on another thread, whether a lost worker lives after all.
+
+        Two workers that lose each other may both live: the network between them was cut,
+        or one of them was stopped. Nothing of what they had of each other is left, on
+        either side; so they may begin anew. `NetworkOwner.peer_joined` tells if they do.
+        """
+        if lost.claim_second_dialing():
+            self._pool.submit(lambda: self._seek(lost))
+
+    def _seek(self, lost: Peer) -> None:
+        record = lost.record
+        try:
+            if record is None or self._peers.get(record.rank) is not lost:
+                return
+            limit = time.monotonic() + self._options.connect_timeout
+            connection, offset = self._dialer.dial(record, limit)
+            peer = Peer(
+                lost.info, lost.incarnation, self._options.max_inflight_bytes, record
+            )
+            peer.is_dialing = True  # as the other: nobody comes in between
+            with self._lock:
+                is_first = self._peers.get(record.rank) is lost
+                if is_first:
+                    self._enter(peer)
+            if not is_first:
+                connection.close()
+                return
+            try:
+                self._attach_dialled(connection, peer, offset)
+            finally:
+                peer.end_dialing()
+            self._owner.peer_joined(peer)
+        except GradwireError as error:
+            _log.debug("worker %s does not answer: %s", lost.info.name, error)
+        finally:
+            lost.end_dialing()
 
     def _record_of(self, peer: Peer, limit: float) -> WorkerRecord | None:
         if peer.record is None and not self._joined.is_set():

@@ -17,7 +17,11 @@ __all__ = ["Peer"]
 
 
 class Peer:
-    """One incarnation of another worker (or of this one: calls to oneself)."""
+    """One incarnation of another worker (or of this one: calls to oneself).
+
+    If two workers lose each other and both live, they may meet again, with nothing left
+    of what was between them: then another of these takes the place of this one.
+    """
 
     def __init__(
         self,
@@ -31,20 +35,29 @@ class Peer:
         self.record = record
         self.calls = CallTable(max_inflight_bytes)
         self.held = Held()  # guarded by the lock of `Server`
+        # One of these at a time, on the side of the lower rank at least; so two workers
+        # that dial each other at once end up with one connection, the same for both.
         self.is_dialing = False
+        self.is_accepting = False
         self.is_newcomer = False  # nobody was told of it yet
         self.unpack: Callable[[Any], Any] | None = None  # see `Packing`
-        # Guards `link`, `fate` and `is_dialing`; callers that connect, threads that
-        # accept, and whoever notices the end.
+        # Guards `link`, `fate`, `is_dialing` and `is_accepting`; callers that connect,
+        # threads that accept, and whoever notices the end.
         self.changed = threading.Condition()
         self.link: Link | None = None
         self.fate: str | None = None
+        self.is_mourned = False  # all that depended on it has been ended
         self._has_left = False
 
     @property
     def is_usable(self) -> bool:
         """Whether it is neither lost nor gone."""
         return self.fate is None
+
+    @property
+    def may_be_met_again(self) -> bool:
+        """Whether it is lost for good as it was, but may have been cut off only."""
+        return self.is_mourned and not self._has_left
 
     def attach(self, link: Link) -> bool:
         """Makes ``link`` the connection to this peer; False if it came too late."""
@@ -68,10 +81,42 @@ class Peer:
     def claim_dialing(self) -> bool:
         """Whether the caller is to open the connection; then `end_dialing` must follow."""
         with self.changed:
-            if self.is_dialing or self.link is not None or self.fate is not None:
+            if self._is_being_connected or self._is_settled:
                 return False
             self.is_dialing = True
             return True
+
+    def claim_second_dialing(self) -> bool:
+        """As `claim_dialing`, for one that is lost."""
+        with self.changed:
+            if self._is_being_connected or self.record is None:
+                return False
+            if not self.may_be_met_again:
+                return False
+            self.is_dialing = True
+            return True
+
+    def claim_accepting(self, *, overtakes: bool) -> bool:
+        """Whether a connection that the peer opens may be the one to it.
+
+        Then `end_accepting` must follow, unless another takes the place of this one.
+
+        Args:
+            overtakes: Even if we are dialing: that attempt will be refused.
+        """
+        with self.changed:
+            if self.is_usable and self.link is not None:
+                return False
+            if self.is_accepting or (self.is_dialing and not overtakes):
+                return False
+            self.is_accepting = True
+            return True
+
+    def end_accepting(self) -> None:
+        """The connection is attached, or will not come."""
+        with self.changed:
+            self.is_accepting = False
+            self.changed.notify_all()
 
     def end_dialing(self) -> None:
         """The attempt is over, whatever came of it."""
@@ -83,13 +128,17 @@ class Peer:
         """Waits while another thread opens the connection; False at the limit."""
         with self.changed:
             return self.changed.wait_for(
-                lambda: not self.is_dialing or self._is_settled, timeout_s
+                lambda: not self._is_being_connected or self._is_settled, timeout_s
             )
 
     def wait_for_link(self, timeout_s: float) -> bool:
         """Waits for a connection that the peer opens itself; False at the limit."""
         with self.changed:
             return self.changed.wait_for(lambda: self._is_settled, timeout_s)
+
+    @property
+    def _is_being_connected(self) -> bool:
+        return self.is_dialing or self.is_accepting
 
     @property
     def _is_settled(self) -> bool:

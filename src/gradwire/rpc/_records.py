@@ -12,11 +12,17 @@ from collections.abc import Iterable
 import msgspec
 
 from gradwire._config import SERIALIZERS
-from gradwire._ids import MAX_RANK, check_rank, check_worker_name
+from gradwire._ids import MAX_RANK, WorkerInfo, check_rank, check_worker_name
 from gradwire.errors import RemoteProtocolError
 from gradwire.rpc._handshake_records import printable
 
-__all__ = ["WorkerRecord", "encode_record", "membership_digest", "parse_record"]
+__all__ = [
+    "WorkerRecord",
+    "encode_record",
+    "membership_digest",
+    "parse_introduction",
+    "parse_record",
+]
 
 MAX_RECORD_BYTES = 4096
 MAX_ADDRESSES = 8
@@ -70,17 +76,51 @@ def parse_record(data: bytes, key: str = "worker/?") -> WorkerRecord:
         RemoteProtocolError: This is not the record of a worker.
     """
     try:
+        return _read(data)
+    except ValueError as error:
+        shown = f"{data[:40]!r}{'...' if len(data) > 40 else ''}"
+        raise RemoteProtocolError(
+            f"the rendezvous store must hold the record of a gradwire worker under "
+            f"{key!r}, found {shown}: {error}; is the store shared with another program?"
+        ) from error
+
+
+def parse_introduction(data: bytes, info: WorkerInfo, incarnation: int) -> WorkerRecord:
+    """Reads the record that a worker has sent of itself.
+
+    Args:
+        data: What it has sent.
+        info: Who it has proven to be.
+        incarnation: And in which life.
+
+    Raises:
+        RemoteProtocolError: This is not its record.
+    """
+    try:
+        record = _read(data)
+        found = (record.name, record.rank, record.incarnation)
+        if found != (*info, incarnation):
+            raise ValueError(
+                f"it is about worker {record.name!r} of rank {record.rank}"
+            )
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"worker {info.name!r} (rank {info.id}) must introduce itself with its own "
+            f"record, found another: {error}",
+            worker=info.name,
+        ) from error
+    return record
+
+
+def _read(data: bytes) -> WorkerRecord:
+    """Raises ``ValueError``, with a printable text, if this is not a record."""
+    try:
         if len(data) > MAX_RECORD_BYTES:
             raise ValueError(f"it has {len(data)} bytes, above {MAX_RECORD_BYTES}")
         record = msgspec.json.decode(data, type=WorkerRecord)
         _check(record, data)
     except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
-        shown = f"{data[:40]!r}{'...' if len(data) > 40 else ''}"
-        raise RemoteProtocolError(
-            f"the rendezvous store must hold the record of a gradwire worker under "
-            f"{key!r}, found {shown}: {printable(str(error))}; is the store shared with "
-            "another program?"
-        ) from error
+        raise ValueError(printable(str(error))) from error
     return record
 
 

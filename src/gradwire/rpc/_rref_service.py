@@ -22,6 +22,7 @@ from gradwire.errors import (
     LimitExceeded,
     OwnerLost,
     PeerLostError,
+    RemoteError,
     UsageError,
 )
 from gradwire.rpc._interceptors import NOTHING, Addition, Interceptor, Note, Scope
@@ -385,8 +386,8 @@ class RefService(Interceptor):
             self._confirm(user.fork)
             return
         owner = self.agent.network.find(user.owner.id)
-        if isinstance(error, PeerLostError) and owner.fate is not None:
-            error = self._owner_lost(owner)
+        if isinstance(error, PeerLostError) and not isinstance(error, RemoteError):
+            error = self._owner_lost(owner, error)
         if not was_sent:
             self._fail(user.fork, error)
             return
@@ -582,10 +583,11 @@ class RefService(Interceptor):
         while len(self._buried) > _MOST_BURIED:  # most are never asked for
             del self._buried[next(iter(self._buried))]
 
-    def _owner_lost(self, owner: Peer) -> OwnerLost:
+    def _owner_lost(self, owner: Peer, error: PeerLostError | None = None) -> OwnerLost:
+        # By now it may have come back: then the call that failed knows the reason.
         return OwnerLost(
             f"worker {owner.info.name!r} (rank {owner.info.id}), which owned the value of "
-            f"an RRef, is lost, and the value with it: {owner.fate}",
+            f"an RRef, is lost, and the value with it: {owner.fate or error}",
             worker=owner.info.name,
         )
 
@@ -662,10 +664,9 @@ class _Reaching:
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        if isinstance(error, PeerLostError):
+        if isinstance(error, PeerLostError) and not isinstance(error, RemoteError):
             peer = self._service.agent.network.find(self._owner.id)
-            if peer.fate is not None:
-                raise self._service._owner_lost(peer) from error
+            raise self._service._owner_lost(peer, error) from error
 
 
 class _Transfer(threading.local):

@@ -180,7 +180,7 @@ class StreamConnection(Connection):
         self._shares_memory = (
             shares_memory and limits.shares_memory and _segments.is_supported()
         )
-        self._bytes_sent = self._bytes_received = 0
+        self._bytes_sent = self.bytes_received = 0
         self._frames_sent = self._frames_received = 0
 
     def fileno(self) -> int:
@@ -452,7 +452,7 @@ class StreamConnection(Connection):
             problem = f"reading failed: {error.strerror or error}"
             self.end = self.end or self._write_failure or problem
             return 0
-        self._bytes_received += count
+        self.bytes_received += count
         if ancillary:
             self._keep_descriptors(ancillary)
         if count == 0:
@@ -641,7 +641,7 @@ class StreamConnection(Connection):
     def counters(self) -> dict[str, int]:
         return {
             "bytes_sent": self._bytes_sent,
-            "bytes_received": self._bytes_received,
+            "bytes_received": self.bytes_received,
             "frames_sent": self._frames_sent,
             "frames_received": self._frames_received,
             "queued_parts": len(self._queue),

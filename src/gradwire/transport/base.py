@@ -146,6 +146,8 @@ class Connection(ABC):
     is_drained: bool
     """Nothing more can be read until the descriptor is readable again; after `receive`, and
     at the beginning, when frames may have come with the last of the handshake."""
+    bytes_received: int
+    """How many there were so far, those of frames that are not complete too."""
     end: str | None
     """Why nothing will ever come again, or None."""
 

@@ -27,6 +27,7 @@ __all__ = [
     "Failure",
     "Goodbye",
     "Heartbeat",
+    "Introduction",
     "Message",
     "Reply",
     "TensorMeta",
@@ -147,6 +148,16 @@ class Goodbye(Message, array_like=True, gc=False):
     declared_lost: bool = False
 
 
+class Introduction(Message, array_like=True, gc=False):
+    """Says where the worker that has opened a connection can be reached itself.
+
+    Attributes:
+        record: As it would be in the rendezvous store.
+    """
+
+    record: str = ""
+
+
 _MAX_KIND = 255
 _kinds: dict[type[Message], int] = {}
 _classes: dict[int, type[Message]] = {}
@@ -214,3 +225,4 @@ register_message(2, Reply)
 register_message(3, Failure)
 register_message(4, Heartbeat)
 register_message(5, Goodbye)
+register_message(6, Introduction)

@@ -125,12 +125,27 @@ def test_restarted_worker_is_let_in_if_the_old_one_was_never_connected():
     assert refuse(incarnation=12, known=old, namesake=old) is None
 
 
-def test_worker_that_was_declared_lost_stays_out():
+def test_worker_that_was_declared_lost_may_come_back():
+    lost = make_peer(lost=True)
+    lost.is_mourned = True
+
+    assert refuse(known=lost, namesake=lost) is None
+
+
+@pytest.mark.parametrize(("own_rank", "expected"), [(0, GLARE), (2, None)])
+def test_of_two_that_seek_each_other_the_lower_rank_wins(own_rank, expected):
+    lost = make_peer(lost=True)
+    lost.is_mourned = lost.is_dialing = True
+
+    assert code(refuse(own_rank=own_rank, known=lost, namesake=lost)) == expected
+
+
+def test_worker_that_is_being_declared_lost_has_to_wait():
     lost = make_peer(lost=True)
 
     refusal = refuse(known=lost, namesake=lost)
 
-    assert code(refusal) == IDENTITY
+    assert code(refusal) == TAKEN
     assert refusal is not None
     assert "declared lost" in refusal[1]
     assert "it closed the connection" in refusal[1]
