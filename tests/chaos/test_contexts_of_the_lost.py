@@ -106,3 +106,64 @@ def test_no_history_is_lost_in_a_context_that_a_member_has_dropped(
 
     cluster.run(0, call_again, with_history)
     cluster.run(0, leave)
+
+
+def get_weight() -> torch.Tensor:
+    return _weight
+
+
+def fetch(rref: rpc.RRef[torch.Tensor]) -> torch.Tensor:
+    """Has no history but that of the value."""
+    return rref.to_here() * 2
+
+
+def fetch_there() -> None:
+    value = rpc.remote("w2", get_weight)
+    with pytest.raises(PeerLostError, match="w3"):
+        fn.inside(rpc.rpc_sync, "w1", fetch, (value,))
+    # What records nothing goes on.
+    assert fn.inside(rpc.rpc_sync, "w1", functions.add, (1, 2)) == 3
+
+
+def test_reference_is_not_fetched_without_history_in_a_broken_context(make_cluster):
+    cluster = make_cluster(4)
+    cluster.run(0, open_and_call)
+    cluster.kill(3)
+    probes.wait_until(
+        lambda: cluster.run(1, num_contexts) == 0, "w1 has dropped the context"
+    )
+
+    cluster.run(0, fetch_there)
+    cluster.run(0, leave)
+
+
+def multiply_later(x: torch.Tensor) -> torch.Tensor:
+    functions.block_until_set("go on")
+    return multiply(x)
+
+
+def call_both_late(first: str, second: str, x: torch.Tensor) -> torch.Tensor:
+    """Calls a worker that will be lost, and then one whose answer comes after that."""
+    rpc.rpc_sync(first, multiply, (x,))
+    y: torch.Tensor = rpc.rpc_sync(second, multiply_later, (torch.ones(3),))
+    return y.sum()
+
+
+def call_late() -> None:
+    with autograd.context(), pytest.raises(PeerLostError, match="w3"):
+        rpc.rpc_sync("w1", call_both_late, ("w3", "w2", torch.ones(3)))
+
+
+def test_answer_that_comes_when_the_context_is_broken_does_not_lose_history(
+    make_cluster,
+):
+    cluster = make_cluster(4)
+    calling = cluster.start(0, call_late)
+    cluster.run(2, functions.wait_until_blocked, "go on")
+    cluster.kill(3)
+    probes.wait_until(
+        lambda: cluster.run(1, num_contexts) == 0, "w1 has dropped the context"
+    )
+    cluster.run(2, functions.set_event, "go on")
+
+    calling.result()

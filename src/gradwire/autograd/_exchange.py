@@ -536,10 +536,18 @@ class Exchange:
         """What others are told of an error; kept instead of it, which keeps its frames."""
         return self.agent.describe(error)
 
-    def broken_error(self, name: ContextName) -> BaseException | None:
-        """Why a context was dropped here before its end; None if it was not."""
+    def is_broken(self, name: ContextName) -> bool:
+        """Whether a context was dropped here before its end, because of a loss."""
+        return self.registry.why_broken(name) is not None
+
+    def refuse_if_broken(self, name: ContextName) -> None:
+        """Raises the loss if a context is broken.
+
+        Plain values instead of what would be recorded in it would lose gradients.
+        """
         cause = self.registry.why_broken(name)
-        return None if cause is None else self.agent.rebuild(cause)
+        if cause is not None:
+            raise self.agent.rebuild(cause)
 
     def fail(self, side: Side, run: Run, error: BaseException) -> None:
         """Our part of a pass failed; everybody is told. Nothing if it is over already.

@@ -54,7 +54,7 @@ from gradwire.autograd._torch_private import (
     has_tangent,
     is_anything_special,
 )
-from gradwire.errors import EncodeError, LimitExceeded
+from gradwire.errors import EncodeError, GradwireError, LimitExceeded
 from gradwire.rpc.extension import (
     NOTHING,
     Addition,
@@ -126,7 +126,8 @@ class Recorder(Interceptor):
                 "torch.autograd.forward_ad.unpack_dual(tensor).primal"
             )
         tracked = _tracked(tensors, of_modules) if is_grad_enabled else {}
-        side = exchange.registry.find(name) if name is not None else None
+        records = is_grad_enabled and bool(tracked or is_cut)
+        side = None if name is None else self._find_side(name, records)
         autocast = autocast_state()
         if side is None and is_grad_enabled and is_cut:
             is_reference = making is not None
@@ -156,6 +157,12 @@ class Recorder(Interceptor):
         flags = tracked if is_grad_enabled else _cut(tensors)
         note.addition = Addition(encode_header(header), flags)
         return note
+
+    def _find_side(self, name: ContextName, records: bool) -> Side | None:
+        side = self.exchange.registry.find(name)
+        if side is None and records:
+            self.exchange.refuse_if_broken(name)
+        return side
 
     def _cut_call(
         self,
@@ -211,6 +218,8 @@ class Recorder(Interceptor):
                 )
             lease = exchange.releases.lease(name)
         if side is None or side.is_released:
+            if reply.key is not None:
+                exchange.refuse_if_broken(ContextName(reply.key, reply.incarnation))
             return  # the context was left meanwhile: plain values
         answers = side.record_recv(
             peer.info.id,
@@ -276,10 +285,11 @@ class Recorder(Interceptor):
             scope.side = side
             if side is None:
                 if call.flags & MESSAGE_HAS_HISTORY:
-                    broken = exchange.broken_error(name)
-                    if broken is not None:  # plain values would lose gradients
-                        self.dropped_call(peer, call_id, header, broken)
-                        raise broken
+                    try:
+                        exchange.refuse_if_broken(name)
+                    except GradwireError as error:
+                        self.dropped_call(peer, call_id, header, error)
+                        raise
                 scope.records = False  # the context is over: plain values
                 return scope
             side.into_grad = into_grad
@@ -468,7 +478,10 @@ class _CallScope(Scope):
 
     def enter_handler(self) -> AbstractContextManager[None] | None:
         """See `Scope`."""
-        if not self._is_implicit and self.side is not None:
+        # In one that is broken as well: what would be recorded in it is refused then.
+        if not self._is_implicit and (
+            self.side is not None or self._exchange.is_broken(self._name)
+        ):
             active_context.set(self._name)
         return apply_autocast(self._autocast) if self._autocast else None
 
@@ -511,9 +524,8 @@ class _CallScope(Scope):
         """
         if self._is_implicit or self._flags & NOT_RECORDED:
             return
-        error = self._exchange.broken_error(self._name)
-        if error is not None and _tracked(tensors, of_modules):
-            raise error
+        if _tracked(tensors, of_modules):
+            self._exchange.refuse_if_broken(self._name)
 
     def _cut_reply(self, tensors: list[Tensor]) -> Addition:
         changes = _cut(tensors)

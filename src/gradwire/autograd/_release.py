@@ -47,11 +47,11 @@ class Releases:
             name = ContextName(key, message.incarnation)
             if message.lost and self._knows_better(name):
                 continue
-            side = self._registry.drop(name)
-            if message.lost:
+            if message.lost:  # marked first: nobody may take it for one that was left
                 loss = _hearsay(peer, message)
                 self._registry.mark_broken(name, self._exchange.describe(loss))
-            elif not is_implicit(key):
+            side = self._registry.drop(name)
+            if not message.lost and not is_implicit(key):
                 self._end_broken(name, message, peer.info.id)
             if side is not None and side.is_implicit:
                 self.end(side)
