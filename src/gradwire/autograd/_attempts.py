@@ -84,7 +84,12 @@ class Attempts:
         if any(isinstance(link, NotRepeatable) for link in chain):
             return None
         found = find_lost(error, self._kinds)
-        if found is None or found.name == me:
+        if found is not None and found.name == me:
+            # Another worker has lost us: for us it is the lost one.
+            found = (
+                Lost(found.witness, None) if found.witness not in (None, me) else None
+            )
+        if found is None:
             return None
         if attempt.applied:
             raise NotRepeatable(

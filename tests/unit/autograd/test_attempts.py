@@ -133,10 +133,18 @@ def test_single_attempt_is_never_repeated():
     assert Attempts(1, 0.5, KINDS).after(error, Attempt(), ME) is None
 
 
-def test_own_loss_is_for_the_caller():
+def test_worker_that_has_lost_us_is_the_one_to_wait_for():
     error = travelled(PeerLostError("you are lost", worker=ME), "w1")
 
-    assert Attempts(3, 0.5, KINDS).after(error, Attempt(), ME) is None
+    assert Attempts(3, 0.5, KINDS).after(error, Attempt(), ME) == Pause("w1", None, 0.5)
+
+
+def test_own_loss_that_nobody_else_has_seen_is_for_the_caller():
+    for error in (
+        PeerLostError("lost", worker=ME),
+        travelled(PeerLostError("lost", worker=ME), ME),
+    ):
+        assert Attempts(3, 0.5, KINDS).after(error, Attempt(), ME) is None
 
 
 def test_loss_after_something_was_applied_is_not_repeatable():
