@@ -8,12 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cluster import ensure_fork_server
 from gradwire import launch, rpc
 from gradwire.errors import (
     LaunchError,
@@ -213,8 +215,22 @@ def test_functions_of_a_script_work_in_new_interpreters(tmp_path: Path):
     assert done.stdout == "tensor([1., 1.])\n"
 
 
-def test_functions_of_a_prompt_work(tmp_path: Path):
-    program = textwrap.dedent(
+def at_a_prompt(program: str, **environment: str) -> str:
+    """Runs a program that has no file, as the cells of a notebook have none."""
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=textwrap.dedent(program),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **environment},
+    )
+    return done.stdout
+
+
+def test_functions_of_a_prompt_work():
+    output = at_a_prompt(
         """
         from gradwire import launch, rpc
         def answer():
@@ -224,16 +240,70 @@ def test_functions_of_a_prompt_work(tmp_path: Path):
         print(launch.spawn({"one": ask}, {"one": 1, "other": 1}))
         """
     )
+
+    assert output == "{'one': 42, 'other': None}\n"
+
+
+def test_worker_of_a_prompt_computes_after_the_prompt_has_used_its_threads():
+    output = at_a_prompt(
+        """
+        import torch
+        from gradwire import launch
+        def compute():
+            x = torch.ones(600, 600, requires_grad=True)
+            (x @ x).sum().backward()
+            return x.grad[0, 0].item()
+        torch.set_num_threads(2)
+        print(compute(), launch.spawn(compute, 1, timeout=30))
+        """,
+        OMP_NUM_THREADS="2",
+    )
+
+    assert output == "1200.0 {'worker': 1200.0}\n"
+
+
+def test_function_of_a_prompt_is_refused_where_workers_would_import_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    function = lambda: 1  # noqa: E731
+    function.__module__, function.__qualname__ = "__main__", "train"
+
+    with pytest.raises(UsageError, match=r"'train' exists in this notebook .* only"):
+        spawn(function, 1, start_method="spawn")
+
+
+def test_function_that_cannot_be_sent_is_refused():
+    ensure_fork_server()  # with a helper of multiprocessing's own, which stays
+    with pytest.raises(UsageError, match=r"'worker' .*lambda.* at module level"):
+        spawn(lambda: 1, 1, start_method="spawn")
+
+
+def test_worker_cannot_be_forked(tmp_path: Path):
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    rpc.init_rpc("alice", 0, 1, options)
+    try:
+        with pytest.raises(UsageError, match=r"worker 'alice' itself.*rpc\.shutdown"):
+            spawn(who, 1)
+        assert rpc.rpc_sync("alice", max, (1, 2)) == 2
+    finally:
+        rpc.shutdown()
+
+
+def test_program_that_would_start_itself_again_is_refused(tmp_path: Path):
+    script = tmp_path / "main.py"
+    script.write_text("from gradwire import launch\nprint(launch.spawn(print, 1))\n")
+
     done = subprocess.run(
-        [sys.executable, "-"],
-        input=program,
+        [sys.executable, script],
         capture_output=True,
         text=True,
         timeout=60,
-        check=True,
+        check=False,
     )
 
-    assert done.stdout == "{'one': 42, 'other': None}\n"
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert 'put what starts them below  if __name__ == "__main__":' in done.stderr
+    assert "LaunchError: worker 'worker' " in done.stderr
 
 
 def _wait_until(condition: Any) -> None:

@@ -37,6 +37,7 @@ def run(
     roles: str,
     function: Callable[[], Any] | None,
     options: RpcBackendOptions,
+    is_forked: bool,
 ) -> None:
     """Is this worker: joins the group, runs the function, serves until all are done."""
     _end_with_parent()
@@ -48,8 +49,10 @@ def run(
             "WORLD_SIZE": str(worker.world_size),
         }
     )
-    if os.environ.get("OMP_NUM_THREADS") == "1":
-        torch.set_num_threads(1)  # a forked process does not look at the variable
+    if is_forked:
+        # It would wait for ever for the other threads of the parent's pool: they were
+        # not copied.
+        torch.set_num_threads(1)
     try:
         rpc.init_rpc(worker.name, worker.rank, worker.world_size, options)
         value = None if function is None else function()

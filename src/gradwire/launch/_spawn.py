@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,8 @@ def spawn(
         options: Options of all workers; ``init_method`` is set here.
         timeout: Limit in seconds; None for none.
         start_method: See `multiprocessing`; None: ``fork`` in a notebook or at a prompt,
-            whose functions a new process could not import, ``spawn`` otherwise.
+            whose functions a new process could not import, ``spawn`` otherwise. A
+            worker that is forked computes with one thread.
 
     Returns:
         What the function returned on each worker, by name.
@@ -73,6 +74,7 @@ def spawn(
             traceback.
         LaunchError: A worker died.
         LaunchTimeout: The limit came first.
+        UsageError: The roles or functions are wrong, or processes cannot be started here.
 
     Example:
         >>> found = spawn(this_worker, roles={"ps": 1, "trainer": 2})
@@ -83,7 +85,12 @@ def spawn(
         roles = {"worker": roles}
     checked = check_roles(roles)
     functions = _by_role(function, checked)
+    _check_not_a_child()
     method = start_method or ("fork" if _is_interactive() else "spawn")
+    if method == "fork":
+        _check_can_fork()
+    else:
+        _check_can_be_imported(functions.values(), method)
     folder = tempfile.mkdtemp(prefix="gradwire-")
     options = replace(
         options or RpcBackendOptions(), init_method=f"file://{folder}/store"
@@ -174,6 +181,41 @@ def _is_interactive() -> bool:
     return path is None or not Path(path).exists()
 
 
+def _check_not_a_child() -> None:
+    """A new process imports the script anew, and must not start workers thereby."""
+    # As multiprocessing itself does; it would not notice where we fork.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "workers are started while a worker imports this program: put what starts "
+            'them below  if __name__ == "__main__":'
+        )
+
+
+def _check_can_fork() -> None:
+    """Threads are not copied with a process, and the sockets of two would be the same."""
+    if rpc.is_initialized():
+        raise UsageError(
+            f"this process is worker {rpc.get_worker_info().name!r} itself, and cannot be "
+            "copied: call rpc.shutdown() first, or put the functions into a module and "
+            'pass start_method="spawn"'
+        )
+
+
+def _check_can_be_imported(
+    functions: Iterable[Callable[..., Any]], method: str
+) -> None:
+    if not _is_interactive():
+        return
+    for function in functions:
+        if getattr(function, "__module__", None) == "__main__":
+            name = getattr(function, "__qualname__", repr(function))
+            raise UsageError(
+                f"function {name!r} exists in this notebook or prompt only, and a worker "
+                f"that is started with start_method={method!r} cannot import it: put it "
+                "into a module, or leave start_method out"
+            )
+
+
 @dataclass
 class _Child:
     worker: Worker
@@ -221,6 +263,7 @@ class _Group:
 
     def __init__(self, method: str) -> None:
         self._context = multiprocessing.get_context(method)
+        self._is_forking = method == "fork"
         self._children: list[_Child] = []
 
     def start(
@@ -233,7 +276,7 @@ class _Group:
         ours, theirs = self._context.Pipe(duplex=False)
         process = self._context.Process(  # type: ignore[attr-defined]
             target=_child.run,
-            args=(theirs, worker, roles, function, options),
+            args=(theirs, worker, roles, function, options, self._is_forking),
             name=worker.name,
             # A daemon could not have children, which data loaders are.
             daemon=False,
@@ -241,8 +284,15 @@ class _Group:
         try:
             with _one_thread_each():
                 process.start()
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            # What pickle raises for functions without a name, and for locks and the like.
+            if isinstance(error, (pickle.PicklingError, AttributeError, TypeError)):
+                raise UsageError(
+                    f"what worker {worker.name!r} is to run cannot be sent to a new "
+                    f"process: {error}; define the function at module level, and let its "
+                    "arguments be plain data"
+                ) from error
             raise
         finally:
             theirs.close()
