@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Several workers share this machine: one torch thread each, set before torch starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -188,7 +188,7 @@ _desks: list[Desk] = []
 
 
 @rpc.functions.async_execution
-def choose(actor: int, states: Tensor) -> Any:
+def choose(actor: int, states: Tensor) -> rpc.Future[Tensor]:
     """What to do next; returns a future, so the answer goes when all have asked."""
     return _desks[0].ask(actor, states)
 

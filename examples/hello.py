@@ -13,7 +13,6 @@ import os
 import statistics
 import tempfile
 import time
-from typing import Any
 
 # Several workers share this machine: one torch thread each, set before torch starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -98,8 +97,7 @@ def show() -> None:
     print("   ", nested.tolist())
 
     print("An `async def` function, on carol, that asks the other two and adds up:")
-    # To a type checker the result is a coroutine; what comes is what it returned.
-    added: Any = rpc.rpc_sync("carol", gather, args=(x, ["alice", "bob"]))
+    added = rpc.rpc_sync("carol", gather, args=(x, ["alice", "bob"]))
     print("   ", added.tolist())
 
     print("A function that raises there raises here, with its own type:")

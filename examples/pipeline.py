@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Several workers share this machine: one torch thread each, set before torch starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -140,7 +140,7 @@ def build(plan: Plan) -> None:
 
 
 @rpc.functions.async_execution
-def go_through(vectors: Tensor, following: Tensor) -> Any:
+def go_through(vectors: Tensor, following: Tensor) -> rpc.Future[Tensor]:
     """Computes, and hands on; holds no thread while the later stages work.
 
     Returns the future of the next stage: its result, the loss, goes back as ours.

@@ -99,7 +99,7 @@ def test_memory_error_in_a_reply_arrives_and_the_worker_lives_on():
 
 @on_worker(0)
 def test_memory_error_behind_a_reference_arrives():
-    reference = rpc.remote("w1", raise_memory_error, timeout=LIMIT_S)
+    reference: rpc.RRef[Any] = rpc.remote("w1", raise_memory_error, timeout=LIMIT_S)
 
     with pytest.raises(MemoryError, match="ran out of memory"):
         reference.to_here(LIMIT_S)

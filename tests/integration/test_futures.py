@@ -97,7 +97,9 @@ def test_wait_with_a_limit_gives_up_and_the_call_goes_on():
 
 @on_worker(0)
 def test_wait_raises_the_error_each_time():
-    future = rpc.rpc_async("w1", functions.raise_value_error, args=("again",))
+    future: rpc.Future[Any] = rpc.rpc_async(
+        "w1", functions.raise_value_error, args=("again",)
+    )
 
     for _ in range(3):
         with pytest.raises(ValueError, match="again"):

@@ -471,7 +471,7 @@ def test_backward_needs_a_scalar(to):
 
 @on_worker(0)
 def test_backward_raises_what_the_function_raised():
-    rref = rpc.remote("w1", fn.raise_my_error)
+    rref: rpc.RRef[Any] = rpc.remote("w1", fn.raise_my_error)
 
     fn.catch(fn.MyError, rref.backward)
 

@@ -219,7 +219,7 @@ def test_local_value_waits_until_the_value_is_made():
 @pytest.mark.parametrize("to", ["w0", "w1"])
 @on_worker(0)
 def test_error_of_the_function_arrives_with_its_type(to):
-    rref = rpc.remote(to, fn.raise_my_error, args=("text",))
+    rref: rpc.RRef[Any] = rpc.remote(to, fn.raise_my_error, args=("text",))
 
     for _ in range(2):
         error = catch(MyError, rref.to_here)
@@ -231,7 +231,7 @@ def test_error_of_the_function_arrives_with_its_type(to):
 
 @on_worker(0)
 def test_error_of_the_function_arrives_at_third_workers():
-    rref = rpc.remote("w1", fn.raise_my_error)
+    rref: rpc.RRef[Any] = rpc.remote("w1", fn.raise_my_error)
 
     catch(MyError, rpc.rpc_sync, "w2", fn.fetch, args=(rref,))
     catch(MyError, rpc.rpc_sync, "w1", fn.local, args=(rref,))
@@ -239,7 +239,7 @@ def test_error_of_the_function_arrives_at_third_workers():
 
 @on_worker(0)
 def test_error_of_the_function_arrives_at_proxies():
-    rref = rpc.remote("w1", fn.raise_my_error)
+    rref: rpc.RRef[Any] = rpc.remote("w1", fn.raise_my_error)
 
     catch(MyError, lambda: rref.rpc_sync().get())
     catch(MyError, lambda: rref.rpc_async().get().wait())

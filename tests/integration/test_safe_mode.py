@@ -140,7 +140,7 @@ def test_functions_without_a_name_are_refused_by_the_caller():
         with pytest.raises(EncodeError, match=r"cannot be called on another worker"):
             rpc.rpc_sync("w1", function)
     with pytest.raises(TypeError, match="or the name of an exported one, found int"):
-        rpc.rpc_sync("w1", 3)  # type: ignore[arg-type]
+        rpc.rpc_sync("w1", 3)  # type: ignore[call-overload]
 
 
 @on_safe_worker

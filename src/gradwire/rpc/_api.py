@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from gradwire._config import UNSET_TIMEOUT, RpcBackendOptions, find_name
 from gradwire._ids import WorkerInfo, check_worker_name
@@ -14,7 +14,7 @@ from gradwire.errors import ConnectError, NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._exports import for_agents
-from gradwire.rpc._future import Future
+from gradwire.rpc._future import Eventually, Future
 from gradwire.rpc._membership import Subscription
 from gradwire.rpc._open_group import MAX_SIZE, OpenGroup, claim_rank
 from gradwire.rpc._records import WorkerRecord
@@ -254,13 +254,43 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             session.agent.close()
 
 
+@overload
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
+    func: Callable[..., Eventually[T]],
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
-) -> T:
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> T: ...
+
+
+@overload
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Any: ...
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any] | str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Any:
     """Calls ``func(*args, **kwargs)`` on another worker and returns its result.
 
     Args:
@@ -283,17 +313,46 @@ def rpc_sync(
         >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
         tensor([2., 2.])
     """
-    result: T = current_agent().call(to, func, args, kwargs, timeout)
-    return result
+    return current_agent().call(to, func, args, kwargs, timeout)
+
+
+@overload
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Eventually[T]],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future[T]: ...
+
+
+@overload
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future[Any]: ...
 
 
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
+    func: Callable[..., Any] | str,
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
-) -> Future[T]:
+) -> Future[Any]:
     """Like `rpc_sync`, but returns a `Future` of the result at once.
 
     The arguments are captured: they may be changed as soon as this returns.

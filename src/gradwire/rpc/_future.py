@@ -6,8 +6,8 @@ import asyncio
 import contextvars
 import copy
 import threading
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._turn import about_to_block
 
-__all__ = ["Future", "Later", "Outcome"]
+__all__ = ["Eventually", "Future", "Later", "Outcome"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -25,6 +25,8 @@ _init_torch_future = torch._C.Future.__init__
 _set_torch_result = torch._C.Future.set_result
 
 Executor = Callable[[Callable[[], None]], None]
+Eventually: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
+"""What a function returns whose caller gets a ``T`` later: see `async_execution`."""
 
 
 class Outcome:

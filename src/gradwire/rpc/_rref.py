@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwire.rpc._api import current_agent
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_peer
 from gradwire.rpc._exports import for_agents
-from gradwire.rpc._future import Future, Later
+from gradwire.rpc._future import Eventually, Future, Later
 from gradwire.rpc._interceptors import register_interceptor
 from gradwire.rpc._rref_parts import Handle, Owned, User
 from gradwire.rpc._rref_service import RefService
@@ -256,13 +256,43 @@ class _Proxy:
         return self._call(self._timeout, (invoke, arguments, kwargs or None))
 
 
+@overload
 def remote(
     to: str | int | WorkerInfo,
-    func: Callable[..., T] | str,
+    func: Callable[..., Eventually[T]],
     args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
-) -> RRef[T]:
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., T],
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[T]: ...
+
+
+@overload
+def remote(
+    to: str | int | WorkerInfo,
+    func: str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[Any]: ...
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any] | str,
+    args: tuple[Any, ...] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[Any]:
     """Runs ``func(*args, **kwargs)`` on a worker, where its result stays.
 
     Args:
