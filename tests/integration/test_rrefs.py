@@ -594,6 +594,26 @@ def has_pending_user() -> bool:
     return fn.count_of("pending_users") == 1
 
 
+def leave_at_once() -> list[str]:
+    """Shuts this worker down; returns its threads that are left."""
+    rpc.shutdown(graceful=False)
+    return [t.name for t in threading.enumerate() if t.name.startswith("gradwire-w")]
+
+
+@pytest.mark.chaos
+def test_handler_that_waits_for_a_confirmation_ends_with_its_worker(make_cluster):
+    cluster = make_cluster(4, {"lost_after": 30.0})
+    call = start_call_with_reference_to_a_frozen_owner(cluster)
+    cluster.run(2, fn.wait_until, has_pending_user)
+
+    left = cluster.run(2, leave_at_once)
+
+    cluster.cont(1)
+    assert left == []
+    with pytest.raises(PeerLostError, match="'w2'"):
+        call.result()
+
+
 # ------------------------------------------------------------------------------- deadlines
 
 

@@ -642,11 +642,21 @@ class RefService(Interceptor):
         self.leftovers.close()
         with self._lock:
             doomed = list(self._owned.values())
+            users = list(self._users.values())
             self._owned.clear()
             self._users.clear()
             self._table = RefTable(self.me)
         for owned in doomed:
             _give_up(owned)
+        for user in users:  # handlers may wait until the owner knows their arguments
+            user.confirmation.finish(
+                None,
+                OwnerLost(
+                    f"worker {self.agent.info.name!r} was shut down before worker "
+                    f"{user.owner.name!r} knew of a reference to a value of its own",
+                    worker=user.owner.name,
+                ),
+            )
 
 
 class _Reaching:
