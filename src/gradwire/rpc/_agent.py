@@ -3,7 +3,7 @@
 It is made of parts with one job each, and this module ties them together:
 
     WorkerPool   threads                   Network     who is there, and connections
-    Monitor      the clock                 Server      running others' requests
+    Rounds       what is due by time       Server      running others' requests
     Peer, Link   another worker and the    Departure   graceful shutdown
                  connection to it          Membership  news of who comes and goes
 
@@ -41,7 +41,6 @@ from gradwire.rpc._limits import PeerLimits
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._membership import Membership
-from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._network import Network
 from gradwire.rpc._packing import Packing
 from gradwire.rpc._peer import Peer
@@ -55,6 +54,7 @@ from gradwire.rpc._resending import (
     is_idempotent,
     may_be_sent_again,
 )
+from gradwire.rpc._rounds import Rounds
 from gradwire.rpc._schemes import find_credentials, usable_transports
 from gradwire.rpc._serving import (
     INTERNAL_PREFIX,
@@ -67,7 +67,6 @@ from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import interruptible, shielded
 from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
 from gradwire.rpc._turn import (
-    LOOK_S,
     about_to_block,
     call_for_help,
     current_turn,
@@ -165,12 +164,9 @@ class Agent:
         self.packing = Packing(self.interceptors)
         self._request_kinds = {_CALL_KIND, *map(kind_of, self._requests)}
         self._server = Server(self, self.interceptors)
-        self._monitor = Monitor(name, self._tick)
+        self._rounds = Rounds(self)
         self._ids = itertools.count(1)
-        # Guards all below: callers and the monitor.
-        self._lock = threading.Lock()
-        self._next_round = 0.0
-        self._last_round = time.monotonic()
+        self._lock = threading.Lock()  # guards `_closed`: it ends once
         self._closed = False
 
     def start(self) -> WorkerRecord:
@@ -181,7 +177,7 @@ class Agent:
         except BaseException:
             self.pool.close(_CLOSE_S)
             raise
-        self._monitor.start()
+        self._rounds.start()
         return record
 
     # ----------------------------------------------------------------------- calling
@@ -350,7 +346,7 @@ class Agent:
         """Enters a call and sends it; if the peer is gone, the call has failed."""
         peer.calls.add(call)
         if call.future is not None and call.deadline:
-            self._note_deadline(call.deadline)
+            self._rounds.note_deadline(call.deadline)
         if peer.fate is not None:
             # It was lost while we prepared: the table was emptied before we entered.
             self._fail_call(peer, call, peer.error())
@@ -369,7 +365,7 @@ class Agent:
         for note in call.notes.values():
             note.sent()
         if hold:
-            self._monitor.call_by(time.monotonic() + LOOK_S)
+            self._rounds.look_soon()
         if ticket is not None:
             left = call.deadline - time.monotonic() if call.deadline else None
             # The peer reads at all times, so this ends with its life at the latest.
@@ -551,7 +547,7 @@ class Agent:
         while not call.block(None if left is None else max(0.0, left)):
             if peer is None or limit != call.deadline:
                 return
-            self._expire(peer, call)
+            self.expire(peer, call)
 
     def _give_up(self, call: PendingCall) -> None:
         peer = self.network.peer_of(call.link)
@@ -559,7 +555,8 @@ class Agent:
             peer.calls.give_up(call)
         call.drop_notes(has_failed=True)
 
-    def _expire(self, peer: Peer, call: PendingCall) -> None:
+    def expire(self, peer: Peer, call: PendingCall) -> None:
+        """A call has reached its deadline."""
         if peer.calls.give_up(call):
             call.settle(
                 None,
@@ -624,7 +621,7 @@ class Agent:
 
     def turn_begins(self) -> None:
         """See `LinkOwner`."""
-        self._monitor.call_by(time.monotonic() + LOOK_S)
+        self._rounds.look_soon()
 
     def _on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
         call = peer.calls.take(message.id)  # type: ignore[attr-defined]
@@ -788,59 +785,6 @@ class Agent:
         self.lose(peer, "the connection is closed")
         return peer.error()
 
-    # ----------------------------------------------------------------------- the clock
-
-    def _tick(self, now: float) -> float:
-        """Looks at turns, and now and then at the rest; says when to come again."""
-        serving = self.pool.check_stall()
-        for link, _ in self.network.links():
-            serving = link.check_turn(now) or serving
-        if now >= self._next_round:
-            with self._lock:
-                self._next_round = float("inf")
-            due = self._round(now)
-            with self._lock:  # a call may have brought it forward meanwhile
-                self._next_round = min(self._next_round, due)
-        return min(self._next_round, now + LOOK_S if serving else float("inf"))
-
-    def _note_deadline(self, deadline: float) -> None:
-        """Makes the monitor look at the calls by then; after the call was entered."""
-        if deadline < self._next_round:
-            with self._lock:
-                self._next_round = min(self._next_round, deadline)
-            self._monitor.call_by(deadline)
-
-    def _round(self, now: float) -> float:
-        """Deadlines, heartbeats, losses, leftovers; says when to come again."""
-        interval = self.options.lost_after / 4
-        # If we ourselves slept (a stopped process, a laptop lid), nobody else is late.
-        slept = now - self._last_round > self.options.lost_after / 2
-        self._last_round = now
-        due = now + min(interval, 1.0)
-        for peer in self.network.peers():
-            for call in peer.calls.overdue(now):
-                self.pool.submit(functools.partial(self._expire, peer, call))
-            due = min(due, max(peer.calls.next_deadline(), now))
-        for link, peer in self.network.links():
-            if slept:
-                link.last_received = now
-            silence = link.silence(now)
-            if silence > self.options.lost_after:
-                reason = f"nothing was heard of it for {silence:.1f} s"
-                with contextlib.suppress(GradwireError):
-                    # If it still lives, it reads this when it wakes up.
-                    link.send(encode(Goodbye(reason, declared_lost=True)).head)
-                self.lose(peer, reason)
-                continue
-            try:
-                link.keep_house(now)
-                if now - link.last_sent >= interval * 0.9:
-                    link.send(encode(Heartbeat(now)).head)
-            except TransportError:
-                pass  # its reader notices too, and knows why
-        self.network.keep_house(now)
-        return due
-
     # ----------------------------------------------------------------------------- end
 
     @property
@@ -916,7 +860,7 @@ class Agent:
                 link.send(farewell)
         for interceptor in self.interceptors:
             interceptor.close()
-        self._monitor.close()
+        self._rounds.close()
         self.network.close()
         self._server.close(_CLOSE_S)
         stuck = self.pool.close(_CLOSE_S)
