@@ -14,21 +14,16 @@ games only.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
-
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gradwire import launch, rpc
-from gradwire.errors import UsageError
 
 ROLES = {"learner": 1, "actor": 2}
 ACTORS = ("actor:0", "actor:1")
@@ -258,15 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few games only")
     plan = SHORT if parser.parse_args().short else FULL
-    try:
-        me = launch.this_worker()
-    except UsageError:  # nobody has started workers for us: do it
-        launch.spawn({"learner": learn}, ROLES, (plan,), timeout=LIMIT_S)
-        return
-    rpc.init_rpc()
-    if me.role == "learner":
-        learn(plan)
-    rpc.shutdown()
+    launch.main({"learner": learn}, ROLES, (plan,), timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

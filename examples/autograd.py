@@ -1,26 +1,18 @@
 """Backward through calls, between three workers: ``python examples/autograd.py``.
 
-The script starts two workers as processes of their own and is the third one itself. Each
-has a ``weight`` of its own; what they compute with it is part of one graph.
+The script starts three workers, as processes of their own; alice leads. Each has a
+``weight`` of its own; what they compute with it is part of one graph.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import tempfile
-
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from torch import Tensor
 
-from gradwire import autograd, rpc
+from gradwire import autograd, launch, rpc
 
-NAMES = ("alice", "bob", "carol")
+ROLES = {"alice": 1, "bob": 1, "carol": 1}
 LIMIT_S = 60.0
-SHUTDOWN_S = 10.0
 
 weight = torch.tensor([2.0, 3.0], requires_grad=True)  # each worker has its own
 kept: dict[str, Tensor] = {}
@@ -138,52 +130,22 @@ def show_training() -> None:
         loss = ((output - target) ** 2).sum()
         loss.backward()
         losses.append(f"{loss.item():.2g}")
-        for name in NAMES:
+        for name in ROLES:
             rpc.rpc_sync(name, train, args=(0.01,))
     print("   ", " ".join([*losses[:3], "...", *losses[-2:]]))
 
 
-# ------------------------------------------------------------------------ the workers
-
-
-def join(rank: int, store: str) -> None:
-    """Makes this process a worker; returns when all three are there."""
-    torch.set_num_threads(1)
-    options = rpc.RpcBackendOptions(init_method=store, init_timeout=LIMIT_S)
-    rpc.init_rpc(NAMES[rank], rank, len(NAMES), options)
-
-
-def serve(rank: int, store: str) -> None:
-    """All that a worker does which only answers: it joins, and leaves with the others."""
-    join(rank, store)
-    rpc.shutdown(timeout=SHUTDOWN_S)
+def tour() -> None:
+    show_calls()
+    show_context()
+    show_second_order()
+    show_failure()
+    show_training()
+    print("What is left of all this:", autograd.get_debug_info())
 
 
 def main() -> None:
-    processes = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        others = [
-            processes.Process(target=serve, args=(rank, store), daemon=True)
-            for rank in (1, 2)
-        ]
-        for process in others:
-            process.start()
-        join(0, store)
-        try:
-            show_calls()
-            show_context()
-            show_second_order()
-            show_failure()
-            show_training()
-            print("What is left of all this:", autograd.get_debug_info())
-        finally:
-            rpc.shutdown(timeout=SHUTDOWN_S)
-            for process in others:
-                process.join(LIMIT_S)
-    codes = [process.exitcode for process in others]
-    if codes != [0, 0]:
-        raise SystemExit(f"the other workers ended with exit codes {codes}")
+    launch.main({"alice": tour}, ROLES, timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,13 @@ with theory: the thickness must grow with the square root of the distance from t
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
-
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
 
 from gradwire import launch, rpc
-from gradwire.errors import UsageError
 
 ROLES = {"designer": 1, "simulator": 1}
 NUM_ELEMENTS = 20
@@ -139,15 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few steps only")
     num_steps = 20 if parser.parse_args().short else 300
-    try:
-        me = launch.this_worker()
-    except UsageError:  # nobody has started workers for us: do it
-        launch.spawn({"designer": design}, ROLES, (num_steps,), timeout=LIMIT_S)
-        return
-    rpc.init_rpc()
-    if me.role == "designer":
-        design(num_steps)
-    rpc.shutdown()
+    launch.main({"designer": design}, ROLES, (num_steps,), timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,24 @@
 """Three workers that call each other: ``python examples/hello.py``.
 
-The script starts two workers as processes of their own and is the third one itself. All
-functions that are called remotely are ordinary functions of this file: workers find them
-by name.
+The script starts three workers, as processes of their own. Alice asks, bob and carol only
+answer. All functions that are called remotely are ordinary functions of this file: workers
+find them by name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
-
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from gradwire import rpc
+from gradwire import launch, rpc
 
-NAMES = ("alice", "bob", "carol")
+ROLES = {"alice": 1, "bob": 1, "carol": 1}
 NUM_CALLS = 300
 LIMIT_S = 60.0
-SHUTDOWN_S = 10.0
 
 
 # ------------------------------------------------------------- what the others can do
@@ -68,19 +62,7 @@ def echo(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# ------------------------------------------------------------------------- the workers
-
-
-def join(rank: int, store: str) -> None:
-    """Makes this process a worker; returns when all three are there."""
-    options = rpc.RpcBackendOptions(init_method=store, init_timeout=LIMIT_S)
-    rpc.init_rpc(NAMES[rank], rank, len(NAMES), options)
-
-
-def serve(rank: int, store: str) -> None:
-    """All that a worker does which only answers: it joins, and leaves with the others."""
-    join(rank, store)
-    rpc.shutdown(timeout=SHUTDOWN_S)
+# --------------------------------------------------------------------- what alice does
 
 
 def show() -> None:
@@ -141,32 +123,14 @@ def measure() -> None:
         print(f"    {text:<34}{statistics.median(samples):>8.0f} us{p99:>8.0f} us")
 
 
+def tour() -> None:
+    print(f"Three workers are there: {', '.join(w.name for w in rpc.get_workers())}.")
+    show()
+    measure()
+
+
 def main() -> None:
-    start = time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        others = [
-            context.Process(target=serve, args=(rank, store), daemon=True)
-            for rank in (1, 2)
-        ]
-        for process in others:
-            process.start()
-        torch.set_num_threads(1)
-        join(0, store)
-        took_s = time.perf_counter() - start
-        print(f"Three workers, {', '.join(NAMES)}, joined after {took_s:.1f} s.")
-        try:
-            show()
-            measure()
-        finally:
-            rpc.shutdown(timeout=SHUTDOWN_S)
-            for process in others:
-                process.join(LIMIT_S)
-    codes = [process.exitcode for process in others]
-    if codes != [0, 0]:
-        raise SystemExit(f"the other workers ended with exit codes {codes}")
-    print("All three workers have left; nothing is running any more.")
+    launch.main({"alice": tour}, ROLES, timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -14,22 +14,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, relu
 
-from gradwire import autograd, rpc
+from gradwire import autograd, launch, rpc
 from gradwire.optim import DistributedOptimizer
 
 try:
@@ -37,14 +31,13 @@ try:
 except ImportError:  # a plain one does as well
     Progress = None  # type: ignore[assignment, misc]
 
-SERVER = "server"
-TRAINERS = ("trainer1", "trainer2", "trainer3")
+ROLES = {"server": 1, "trainer": 3}
+TRAINERS = ("trainer:0", "trainer:1", "trainer:2")
 NUM_TEST = 360
 BATCH = 32
 RATE = 0.2
 REPORT_EVERY = 5
-LIMIT_S = 60.0
-SHUTDOWN_S = 10.0
+LIMIT_S = 300.0
 
 
 class Plan(NamedTuple):
@@ -152,7 +145,7 @@ def train(weights: list[rpc.RRef[Tensor]], data: Data, seed: int, epochs: int) -
 
 def report(num_done: int) -> None:
     me = rpc.get_worker_info().name
-    rpc.rpc_sync(SERVER, show_progress, args=(me, num_done))
+    rpc.rpc_sync("server", show_progress, args=(me, num_done))
 
 
 # ------------------------------------------------------------------ what the server runs
@@ -255,46 +248,11 @@ def check(holds: bool, text: str) -> None:
     print(f"    {text}")
 
 
-# ------------------------------------------------------------------------ the workers
-
-
-def join(rank: int, store: str) -> None:
-    """Makes this process a worker; returns when all are there."""
-    torch.set_num_threads(1)
-    names = (SERVER, *TRAINERS)
-    options = rpc.RpcBackendOptions(init_method=store, init_timeout=LIMIT_S)
-    rpc.init_rpc(names[rank], rank, len(names), options)
-
-
-def serve(rank: int, store: str) -> None:
-    """All that a trainer does by itself: it joins, and leaves with the others."""
-    join(rank, store)
-    rpc.shutdown()  # waits until the server calls it, too
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few seconds only")
     plan = SHORT if parser.parse_args().short else FULL
-    processes = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        trainers = [
-            processes.Process(target=serve, args=(rank, store), daemon=True)
-            for rank, _ in enumerate(TRAINERS, start=1)
-        ]
-        for process in trainers:
-            process.start()
-        join(0, store)
-        try:
-            show(plan)
-        finally:
-            rpc.shutdown(timeout=SHUTDOWN_S)
-            for process in trainers:
-                process.join(LIMIT_S)
-    codes = {process.exitcode for process in trainers}
-    if codes != {0}:
-        raise SystemExit(f"the trainers ended with exit codes {codes}")
+    launch.main({"server": show}, ROLES, (plan,), timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,11 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradwire import launch, rpc
-from gradwire.errors import UsageError
 
 ROLES = {"stage": 3}
 STAGES = ("stage:0", "stage:1", "stage:2")
@@ -257,14 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few seconds only")
     plan = SHORT if parser.parse_args().short else FULL
-    try:
-        launch.this_worker()
-    except UsageError:  # nobody has started workers for us: do it
-        launch.spawn(lead, ROLES, (plan,), timeout=LIMIT_S)
-        return
-    rpc.init_rpc()
-    lead(plan)
-    rpc.shutdown()
+    launch.main(lead, ROLES, (plan,), timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,9 @@ added is not fixed.) ``--short`` trains for a few seconds only.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
-
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
@@ -30,7 +26,6 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import autograd, launch, rpc
-from gradwire.errors import UsageError
 from gradwire.optim import DistributedOptimizer
 
 ROLES = {"trainer": 2, "server": 2}
@@ -253,14 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a few seconds only")
     plan = SHORT if parser.parse_args().short else FULL
-    try:
-        launch.this_worker()
-    except UsageError:  # nobody has started workers for us: do it
-        launch.spawn({"trainer": lead}, ROLES, (plan,), timeout=LIMIT_S)
-        return
-    rpc.init_rpc()
-    lead(plan)
-    rpc.shutdown()
+    launch.main({"trainer": lead}, ROLES, (plan,), timeout=LIMIT_S)
 
 
 if __name__ == "__main__":

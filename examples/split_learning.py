@@ -17,22 +17,17 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# Several workers share this machine: one torch thread each, set before torch starts.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from gradwire import autograd, launch, rpc
-from gradwire.errors import UsageError
 
 ROLES = {"labels": 1, "hospital": 2}
 HOSPITALS = ("hospital:0", "hospital:1")
@@ -263,17 +258,7 @@ def main() -> None:
         picture=given.picture,
     )
     options = rpc.RpcBackendOptions(serializer="safe")
-    try:
-        me = launch.this_worker()
-    except UsageError:  # nobody has started workers for us: do it
-        launch.spawn(
-            {"labels": train}, ROLES, (plan,), options=options, timeout=LIMIT_S
-        )
-        return
-    rpc.init_rpc(rpc_backend_options=options)
-    if me.role == "labels":
-        train(plan)
-    rpc.shutdown()
+    launch.main({"labels": train}, ROLES, (plan,), options=options, timeout=LIMIT_S)
 
 
 if __name__ == "__main__":
