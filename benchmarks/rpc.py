@@ -454,6 +454,41 @@ def run(num_rounds: int, quick: bool) -> tuple[dict[str, Samples], Samples]:
     return samples, limits
 
 
+def run_in_turns(
+    names: tuple[str, ...],
+    start: Callable[[str, str], System],
+    num_rounds: int,
+    quick: bool,
+) -> dict[str, Samples]:
+    """Samples of systems that are measured in turns, by name.
+
+    Args:
+        names: The systems, in the order in which they are started.
+        start: Starts one, with its name and a folder to meet in.
+        num_rounds: How often all of it is measured.
+        quick: Fewer samples.
+    """
+    samples: dict[str, Samples] = {name: {} for name in names}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        systems = {}
+        for name in names:
+            systems[name] = start(name, folder)
+            stack.callback(systems[name].kill)
+            systems[name].wait_until_ready()
+            for item in ITEMS:  # connections, imports, first pages
+                systems[name].measure(item.key, item.num_quick)
+        for number in range(num_rounds):
+            order = names if number % 2 == 0 else names[::-1]
+            for item in ITEMS:
+                num = item.num_quick if quick else item.num
+                for name in order:
+                    new = systems[name].measure(item.key, num)
+                    samples[name].setdefault(item.key, []).append(new)
+        for system in systems.values():
+            system.stop()
+    return samples
+
+
 # ------------------------------------------------------------------------- the numbers
 
 

@@ -10,11 +10,9 @@ same user, so memory is shared in both modes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for a start as a script
@@ -27,25 +25,7 @@ HEADINGS = ("call", "pickle", "safe", "ratio", "by round")
 
 def run(num_rounds: int, quick: bool) -> dict[str, calls.Samples]:
     """Samples by mode."""
-    samples: dict[str, calls.Samples] = {name: {} for name in MODES}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        systems = {}
-        for name in MODES:
-            systems[name] = calls.System(name, folder)
-            stack.callback(systems[name].kill)
-            systems[name].wait_until_ready()
-            for item in calls.ITEMS:
-                systems[name].measure(item.key, item.num_quick)
-        for number in range(num_rounds):
-            order = MODES if number % 2 == 0 else MODES[::-1]
-            for item in calls.ITEMS:
-                num = item.num_quick if quick else item.num
-                for name in order:
-                    new = systems[name].measure(item.key, num)
-                    samples[name].setdefault(item.key, []).append(new)
-        for system in systems.values():
-            system.stop()
-    return samples
+    return calls.run_in_turns(MODES, calls.System, num_rounds, quick)
 
 
 def make_rows(samples: dict[str, calls.Samples]) -> list[tuple[str, ...]]:

@@ -11,13 +11,11 @@ pauses holds here, too. For TLS a certificate is made, with ``gradwire certs``.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +46,8 @@ def start(name: str, folder: str) -> calls.System:
 
 def run(num_rounds: int, quick: bool) -> dict[str, calls.Samples]:
     """Samples by transport."""
-    samples: dict[str, calls.Samples] = {name: {} for name in TRANSPORTS}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        systems = {}
-        for name in TRANSPORTS:  # plain TCP first: beside certificates it is refused
-            systems[name] = start(name, folder)
-            stack.callback(systems[name].kill)
-            systems[name].wait_until_ready()
-            for item in calls.ITEMS:
-                systems[name].measure(item.key, item.num_quick)
-        for number in range(num_rounds):
-            order = TRANSPORTS if number % 2 == 0 else TRANSPORTS[::-1]
-            for item in calls.ITEMS:
-                num = item.num_quick if quick else item.num
-                for name in order:
-                    new = systems[name].measure(item.key, num)
-                    samples[name].setdefault(item.key, []).append(new)
-        for system in systems.values():
-            system.stop()
-    return samples
+    # Plain TCP first: beside certificates it is refused.
+    return calls.run_in_turns(TRANSPORTS, start, num_rounds, quick)
 
 
 def summarise(samples: dict[str, calls.Samples]) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ Unix sockets do not reach across it, and it can be cut.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -26,13 +25,13 @@ import torch
 
 import cluster as harness
 import functions
+import namespaces
 from certificates import Office
 from gradwire import rpc
 from gradwire.errors import ConnectError, HandshakeRefused, PeerLostError
 
 LIMIT_S = 30.0
 SECRET = "a secret of this test"
-CLONE_NEWNET = 0x40000000
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -92,23 +91,12 @@ def cable() -> Iterator[Cable]:
 # ------------------------------------------------------------------ worker processes
 
 
-def enter_namespace(name: str) -> None:
-    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(descriptor, CLONE_NEWNET):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-    finally:
-        os.close(descriptor)
-
-
 def serve(
     connection: Any, namespace: str, rank: int, world_size: int, options: dict[str, Any]
 ) -> None:
     """Runs in a process of its own: joins, then does what the test asks."""
     signal.alarm(60)  # whatever happens, it does not stay
-    enter_namespace(namespace)
+    namespaces.enter(namespace)
     torch.set_num_threads(1)
     try:
         rpc.init_rpc(f"w{rank}", rank, world_size, rpc.RpcBackendOptions(**options))
