@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ import functions
 from cluster import Cluster
 from gradwire import autograd, rpc
 from gradwire.errors import (
+    CallTimeout,
     ConnectError,
     ConnectTimeout,
     EncodeError,
@@ -177,6 +179,15 @@ def test_object_that_cannot_be_sent():
     text = text_of(EncodeError, lambda: rpc.rpc_sync("w1", max, (lock, 1)))
 
     says(text, "lock", "send plain data instead")
+
+
+@on_worker(0)
+def test_call_that_takes_longer_than_its_limit():
+    text = text_of(
+        CallTimeout, lambda: rpc.rpc_sync("w1", time.sleep, (0.5,), timeout=0.1)
+    )
+
+    says(text, "time:sleep", "'w1'", "before its deadline", "Pass timeout=")
 
 
 @on_worker(0)

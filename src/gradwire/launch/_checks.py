@@ -177,7 +177,7 @@ def _check_address(options: RpcBackendOptions) -> Iterator[Finding]:
             "note",
             "address",
             f"{address} (interfaces: {names})",
-            "others on this host only reach it; between hosts set "
+            "only workers on this host reach it; between hosts set "
             "RpcBackendOptions(interface=...) or advertise_address=...",
         )
     else:

@@ -563,7 +563,7 @@ class Agent:
                 CallTimeout(
                     f"the call of {call.target} on worker {peer.info.name!r} (rank "
                     f"{peer.info.id}) did not return before its deadline; it may still "
-                    "run there",
+                    "run there. Pass timeout= to give it longer (0: no limit)",
                     worker=peer.info.name,
                 ),
             )

@@ -510,12 +510,12 @@ class Network:
             if wait_in_slices(self._joined.wait, limit):
                 return self.find(to)
         if peer is None:
-            known = ", ".join(
-                f"{p.info.name!r}" for p in list(self._peers.values())[:16]
-            )
+            peers = list(self._peers.values())
+            count, known = len(peers), ", ".join(repr(p.info.name) for p in peers[:16])
             raise UnknownWorker(
                 f"worker {self._info.name!r} could not find destination {to!r}; the group "
-                f"has {len(self._peers)} workers: {known}{self._similar_to(to)}"
+                f"has {count} worker{'s' if count > 1 else ''}: {known}"
+                f"{self._similar_to(to)}"
             )
         return peer
 
