@@ -2,7 +2,8 @@
 
 Files of the project that pages link to (examples, results of benchmarks, the changelog)
 become pages of the site, so that it is complete by itself. A line ``<!-- results: rpc -->``
-becomes a table of the newest saved results of that name: no figure is typed by hand.
+becomes a table of the newest saved results of that name, and ``<!-- report: tls -->`` the
+table that the newest report of that name has: no figure is typed by hand.
 mkdocs.yml names this file; ``mkdocs`` calls the functions that begin with ``on_``.
 """
 
@@ -30,6 +31,7 @@ _FETCHED = re.compile(
 )
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _RESULTS = re.compile(r"^<!-- results: (\w+) -->$", re.MULTILINE)
+_REPORT = re.compile(r"^<!-- report: (\w+) -->$", re.MULTILINE)
 
 
 # ------------------------------------------------------------- files that become pages
@@ -113,6 +115,7 @@ def on_page_markdown(
 ) -> str:
     """Puts tables in their places, and mends links that leave docs/."""
     markdown = _RESULTS.sub(lambda match: make_table(match[1]), markdown)
+    markdown = _REPORT.sub(lambda match: copy_table(match[1]), markdown)
     borrowed = _find_borrowed()
     origins = {place: path for path, place in borrowed.items() if path.is_file()}
     here = page.file.src_uri
@@ -165,12 +168,27 @@ def load_newest(name: str) -> dict[str, Any]:
     Raises:
         FileNotFoundError: There are none.
     """
-    found = sorted(RESULTS.glob(f"{name}_[0-9]*.json"))
+    path = _find_newest(name, ".json")
+    result: dict[str, Any] = json.loads(path.read_text())
+    result["report"] = path.with_suffix(".md").name
+    return result
+
+
+def _find_newest(name: str, suffix: str) -> Path:
+    found = sorted(RESULTS.glob(f"{name}_[0-9]*{suffix}"))
     if not found:
         raise FileNotFoundError(f"no saved results of {name!r} in {RESULTS}")
-    result: dict[str, Any] = json.loads(found[-1].read_text())
-    result["report"] = found[-1].with_suffix(".md").name
-    return result
+    return found[-1]
+
+
+def copy_table(name: str) -> str:
+    """Markdown for ``<!-- report: name -->``."""
+    report = _find_newest(name, ".md")
+    lines = [line for line in report.read_text().splitlines() if line.startswith("|")]
+    date = report.stem.rpartition("_")[2]
+    return "\n".join(
+        [*lines, "", f"From [the saved report](results/{report.name}) of {date}."]
+    )
 
 
 def make_table(name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import doc_blocks
+import gradwire
 from cluster import Cluster, ensure_fork_server
 from doc_blocks import Documented
 
@@ -55,6 +56,15 @@ def pair() -> Iterator[Cluster]:
     """Two workers for all examples that leave them as they were."""
     with Cluster(2, names=WORKERS) as cluster:
         yield cluster
+
+
+def test_no_public_module_is_left_out():
+    pages = (doc_blocks.ROOT / "docs/reference").glob("*.md")
+    shown = [re.findall(r"^::: (\S+)$", p.read_text(), re.MULTILINE) for p in pages]
+    modules = {name for names in shown for name in names}
+
+    assert modules == set(doc_blocks.MODULES)
+    assert modules >= {f"gradwire.{name}" for name in gradwire.__all__}
 
 
 @pytest.mark.parametrize("documented", DOCUMENTED, ids=str)

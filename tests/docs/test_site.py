@@ -77,6 +77,18 @@ def test_list_of_misses_has_all_that_is_below_its_bar():
     assert sum("slower than torch" in line for line in lines) == 3
 
 
+def test_table_of_a_report_is_that_of_the_newest(results):
+    row = "| call | tls |\n|---|---:|\n| small | {} us |"
+    for day, time_us in ((1, 300), (2, 200)):
+        text = f"# Calls\n\n- a fact\n\n{row.format(time_us)}\n\nEnd.\n"
+        (results / f"tls_2026-02-0{day}.md").write_text(text)
+
+    assert site_hooks.copy_table("tls") == (
+        f"{row.format(200)}\n\nFrom [the saved report](results/tls_2026-02-02.md) of "
+        "2026-02-02."
+    )
+
+
 def test_saved_results_that_are_missing_are_an_error(results):
     for file in results.iterdir():
         file.unlink()
