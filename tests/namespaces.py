@@ -23,7 +23,7 @@ INTERFACE = "veth0"
 
 Disturbance = Literal["slow", "lossy"]
 _DISTURBANCES: dict[Disturbance, tuple[str, ...]] = {
-    "slow": ("netem delay 20ms 10ms", "tbf rate 1mbit burst 3k limit 64k"),
+    "slow": ("netem delay 20ms 10ms", "tbf rate 1mbit burst 3k limit 12k"),
     "lossy": ("netem loss 10%", "tbf rate 2mbit burst 3k limit 4k"),
 }
 

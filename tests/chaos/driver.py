@@ -395,6 +395,9 @@ class Run:
             probes.wait_until(is_clean, "nothing is left", SETTLE_S)
         except AssertionError:
             stacks = self._cluster.dump_stacks()
+            for name in [name for name, lines in found.items() if lines]:
+                rank = self._victims[name].rank
+                found[name] += self._run(rank, state.describe_contexts)
             lines = "\n  ".join(line for lines in found.values() for line in lines)
             raise ChaosError(f"left behind:\n  {lines}\n{stacks}") from None
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import leaks
 import probes
 from gradwire import autograd, rpc
+from gradwire.autograd._api import current_exchange
 
 SLACK_THREADS = 8
 """A pool grows while handlers block, and keeps the threads for a while. Idle ones do no
@@ -120,3 +121,14 @@ def compare(name: str, before: State, after: State) -> list[str]:
         lines.append(f"{name}: {after.segments} segments, was {before.segments}")
     lines += [f"{name}: busy thread {text}" for text in after.busy]
     return lines
+
+
+def describe_contexts() -> list[str]:
+    """The contexts that are left here, and what is known of them."""
+    registry = current_exchange().registry
+    return [
+        f"{side.label} ({side.name}), brought by {side.brought_by}: knows "
+        f"{side.state.known}, {side.state.events} events, broken {side.state.broken}, "
+        f"last pass {side.state.last}, serving {side.is_serving}, calls {side.calls}"
+        for side in registry.sides()
+    ]

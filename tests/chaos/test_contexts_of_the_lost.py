@@ -73,6 +73,33 @@ def test_context_whose_opener_dies_ends_on_workers_that_it_never_called(make_clu
     wait_until_none_is_left(cluster, 1, 2, 3)
 
 
+def call_chain(names: list[str], x: torch.Tensor) -> torch.Tensor:
+    """Each calls the next."""
+    if not names:
+        return multiply(x)
+    y: torch.Tensor = rpc.rpc_sync(names[0], call_chain, (names[1:], x))
+    return y
+
+
+def open_and_call_chain() -> None:
+    fn.open_context()
+    x = torch.ones(3, requires_grad=True)
+    fn.keep("y", fn.inside(rpc.rpc_sync, "w1", call_chain, (["w2", "w3"], x)))
+
+
+def test_context_ends_behind_a_member_that_was_the_only_way_to_it(make_cluster):
+    """w3 is known to w2 only, and w2 to w1 only, which dies: no release reaches them."""
+    cluster = make_cluster(4)
+    cluster.run(0, open_and_call_chain)
+    assert cluster.run(3, num_contexts) == 1
+
+    cluster.kill(1)
+
+    wait_until_none_is_left(cluster, 2, 3)
+    cluster.run(0, leave)
+    wait_until_none_is_left(cluster, 0)
+
+
 def wait_until_lost(name: str) -> None:
     def is_lost() -> bool:
         try:

@@ -529,9 +529,6 @@ class Exchange:
         run.forget()
         self._drop_if_used_up(side, run)
 
-    def _is_mine(self, side: Side) -> bool:
-        return opener_of(side.name.key) == self.me
-
     def describe(self, error: BaseException) -> Any:
         """What others are told of an error; kept instead of it, which keeps its frames."""
         return self.agent.describe(error)
@@ -608,15 +605,10 @@ class Exchange:
                 self._after_end(side, run, instructions)
             for outcome in outcomes:
                 outcome.finish(None, error)
-            # Nothing more can come of a context that lost a member. Its opener keeps it,
-            # to say so, until it is left.
             is_hit = side.state.broken is not None and not side.is_implicit
-            if opener_of(side.name.key) == rank:
-                self.releases.opener_lost(side, peer, error)
-            elif is_hit and not self._is_mine(side):
-                known = side.state.known - {rank}
-                self.registry.mark_broken(side.name, side.state.broken, known)
-                self.releases.end(side, error)
+            is_mine = opener_of(side.name.key) == self.me
+            if opener_of(side.name.key) == rank or (is_hit and not is_mine):
+                self.releases.member_lost(side, peer, error)
         self.registry.forget_broken(rank, peer.incarnation)
 
     # ------------------------------------------------------------------------- telling

@@ -237,8 +237,9 @@ class Release(Message, array_like=True, gc=False):
         issued: All explicit contexts of this opener with a counter up to this one are
             over, except for those in ``live``. -1 for calls, which need no such mark.
         live: Counters.
-        lost: The opener's name if it is lost, and this comes from another worker, on
-            behalf of those who were never connected to the opener.
+        lost: Name of a member that is lost. Then the contexts are not over but broken,
+            and this comes from members that may never have been connected to that one.
+        by: Name of the worker that has lost it.
     """
 
     incarnation: int
@@ -246,6 +247,7 @@ class Release(Message, array_like=True, gc=False):
     issued: int = -1
     live: tuple[int, ...] = ()
     lost: str = ""
+    by: str = ""
 
 
 register_message(16, PassStart)

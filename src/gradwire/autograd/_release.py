@@ -42,50 +42,75 @@ class Releases:
             self._spread(side, message, None)
 
     def on_release(self, peer: Peer, message: Release, frame: Frame) -> None:
-        """Contexts are over; we tell those whom we know in them."""
+        """Contexts are over, or broken; we tell those whom we know in them."""
         for key in message.keys:
             name = ContextName(key, message.incarnation)
-            if message.lost and self._knows_better(name):
+            if message.lost:
+                self._on_broken(name, peer, message)
                 continue
-            if message.lost:  # marked first: nobody may take it for one that was left
-                loss = _hearsay(peer, message)
-                self._registry.mark_broken(name, self._exchange.describe(loss))
             side = self._registry.drop(name)
-            if not message.lost and not is_implicit(key):
+            if not is_implicit(key):
                 self._end_broken(name, message, peer.info.id)
             if side is not None and side.is_implicit:
                 self.end(side)
             elif side is not None:
                 self._spread(side, message, peer.info.id)
 
-    def opener_lost(self, side: Side, peer: Peer, error: BaseException) -> None:
-        """The worker that opened a context is lost: nobody else would end it.
+    # A context that has lost a member is broken. Only its opener keeps it, to say so,
+    # until it is left. All others drop it and tell each other: between two of them the
+    # lost one may have been the only way, and the opener's release would not come.
 
-        Members that were never connected to it do not notice; we tell those we know.
-        """
-        key, incarnation = side.name
+    def member_lost(self, side: Side, peer: Peer, error: BaseException) -> None:
+        """A member of a context is lost, the opener itself maybe."""
         if not side.is_implicit:
-            # Handlers that still run in it must not bring it back to life.
-            self._registry.mark_broken(side.name, self._exchange.describe(error))
-            message = Release(incarnation, [key], lost=peer.info.name)
-            self._tell(side, message, peer.info.id)
+            key, incarnation = side.name
+            by = self._exchange.agent.info.name
+            told = Release(incarnation, [key], lost=peer.info.name, by=by)
+            self._drop_broken(side.name, peer, told, error)
         self.end(side, error)
 
-    def _knows_better(self, name: ContextName) -> bool:
-        """Whether we would notice ourselves that the opener of a context is lost.
+    def _on_broken(self, name: ContextName, peer: Peer, message: Release) -> None:
+        """Another member says that one is lost."""
+        if opener_of(name.key) == self._exchange.me:
+            return  # it is kept, and whoever uses it finds out
+        error = self._loss(name, message)
+        self._drop_broken(name, peer, message, error)
+        if (side := self._registry.find(name)) is not None:
+            self.end(side, error)
 
-        The one who says so may only have lost its own way to it. If the opener lives,
-        it has lost that member, and ends the context itself.
-        """
+    def _drop_broken(
+        self, name: ContextName, peer: Peer, told: Release, error: BaseException
+    ) -> None:
+        side = self._registry.find(name)
+        known: set[int] = set()
+        if side is not None:
+            with side.lock:
+                known = side.state.known - {peer.info.id}
+        # Handlers that still run in it must not bring it back to life.
+        self._registry.mark_broken(name, self._exchange.describe(error), known)
+        self._send(known - {opener_of(name.key)}, told)
+
+    def _loss(self, name: ContextName, message: Release) -> PeerLostError:
+        """Why a context is broken."""
         opener = opener_of(name.key)
-        if opener == self._exchange.me:
-            return True
-        return any(
-            peer.info.id == opener
-            and peer.incarnation == name.incarnation
-            and peer.link is not None
-            and peer.is_usable
-            for peer in self._exchange.agent.network.peers()
+        for peer in self._exchange.agent.network.peers():
+            if (
+                peer.info == (message.lost, opener)
+                and peer.incarnation == name.incarnation
+                and peer.link is not None
+                and peer.is_usable
+            ):
+                # The opener lives, and may ask. It is that pair that has come apart, and
+                # the lost one is, for the opener, the other.
+                return PeerLostError(
+                    f"worker {message.by!r} has lost worker {message.lost!r}, which "
+                    "opened the context",
+                    worker=message.by,
+                )
+        return PeerLostError(
+            f"worker {message.lost!r} is lost: worker {message.by!r} has said so, which "
+            "took part in the same context",
+            worker=message.lost,
         )
 
     def _end_broken(self, name: ContextName, message: Release, sender: int) -> None:
@@ -155,13 +180,3 @@ class Releases:
             why = ContextReleased(f"{side.label} was released while a backward ran")
             self._exchange.abort(side, run, error or why)
         side.forget_graph()
-
-
-def _hearsay(peer: Peer, message: Release) -> PeerLostError:
-    # If the opener lives after all and asks, it is this pair that has come apart, and
-    # the lost one is, for the opener, the other.
-    name = peer.info.name
-    return PeerLostError(
-        f"worker {name!r} has lost worker {message.lost!r}, which opened the context",
-        worker=name,
-    )
