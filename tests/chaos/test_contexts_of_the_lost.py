@@ -10,7 +10,10 @@ import functions
 import probes
 from cluster import Cluster
 from gradwire import autograd, rpc
+from gradwire.autograd._api import current_exchange
+from gradwire.autograd._messages import PassStart, key_of_context
 from gradwire.errors import PeerLostError
+from gradwire.transport import Frame
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.chaos]
 
@@ -194,3 +197,23 @@ def test_answer_that_comes_when_the_context_is_broken_does_not_lose_history(
     cluster.run(2, functions.set_event, "go on")
 
     calling.result()
+
+
+def hear_late_of_a_pass(name: str) -> int:
+    """What a lost worker had said of a pass was waiting for a thread until now."""
+    exchange = current_exchange()
+    peer = exchange.agent.network.find(name)
+    opener = exchange.agent.network.find("w2")
+    key = key_of_context(opener.info.id, 7)
+    start = PassStart(key, opener.incarnation, opener.info.id, 0, 1, False, False)
+    exchange.on_start(peer, start, Frame(b"", []))
+    return num_contexts()
+
+
+def test_pass_that_a_lost_worker_had_told_of_leaves_no_context(make_cluster):
+    cluster = make_cluster(3)
+    cluster.run(0, rpc.rpc_sync, "w1", functions.echo, (1,))
+    cluster.kill(1)
+    cluster.run(0, wait_until_lost, "w1")
+
+    assert cluster.run(0, hear_late_of_a_pass, "w1") == 0

@@ -254,6 +254,8 @@ class Exchange:
         if peer.link is not None:
             peer.link.shed()  # activations were sent: the memory is needed for gradients
         contextvars.copy_context().run(self._join, side, run, roots)
+        if peer.fate is not None:
+            self.peer_lost(peer)  # as for calls: those who were told had no side yet
 
     def _no_side(self, name: ContextName) -> GradwireError:
         if is_implicit(name.key):
