@@ -115,6 +115,7 @@ class Run:
             self._tls = {"tls": Office(path / "certificates").options()}
         self._reference = training.OneProcess(seed)
         self._losses: list[float] = []
+        self._last_success = self._start  # when the last step began that was accepted
         self._num_rounds = 0
         self.num_faults = 0
         self.num_retries = 0
@@ -339,8 +340,11 @@ class Run:
             )
         if report.unexpected:
             raise ChaosError("; ".join(report.unexpected))
-        for attempt in failed:
-            self._check_blame(attempt)
+        for attempt in report.attempts:
+            if attempt.error:
+                self._check_blame(attempt)
+            else:
+                self._last_success = attempt.start
         self._check_notice(report.attempts)
         expected = self._reference.train_until(len(self._losses))
         for step, (ours, theirs) in enumerate(zip(self._losses, expected, strict=True)):
@@ -350,10 +354,13 @@ class Run:
                 )
 
     def _check_blame(self, attempt: training.Attempt) -> None:
-        """An error names somebody who was in trouble then."""
+        """An error names somebody who was in trouble then, or since all went well.
+
+        What is gone with a worker is missed when it is used next.
+        """
         for victim in self._victims.values():
             if f"'{victim.name}'" in attempt.error and any(
-                start <= attempt.end and end >= attempt.start
+                start <= attempt.end and end >= self._last_success
                 for start, end, _ in victim.troubles
             ):
                 return
