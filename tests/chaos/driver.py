@@ -380,6 +380,8 @@ class Run:
             ]
             if not attempt.error or any(kind != "kill" for _, kind in troubles):
                 continue
+            if not troubles:  # it has missed what was lost before it began
+                continue
             since = max(attempt.start, min(start for start, _ in troubles))
             took = attempt.end - since
             self.slowest_notice_s = max(self.slowest_notice_s, took)

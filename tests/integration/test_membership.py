@@ -442,6 +442,22 @@ def test_worker_that_slept_too_long_is_told_that_it_is_lost(make_cluster):
     assert "started anew" in str(caught.value)
 
 
+def test_newcomer_finds_a_worker_later_that_was_out_of_reach(processes, store):
+    first, second, third = processes(3)
+    run(first, join, "a", store)
+    run(second, join, "b", store)
+    second.stop(0)
+    run(third, join, "c", store, connect_timeout=0.5)
+    assert run(third, names) == ["a", "c"]
+    with pytest.raises(PeerLostError, match=r"'b'.*does not answer"):
+        run(third, call, "b", 1, 2)
+
+    second.cont(0)
+
+    assert run(third, wait_for, "b", SOON_S)[0] == "b"
+    assert run(second, call, "c", 1, 2) == 3
+
+
 def test_stale_entries_of_dead_workers_do_not_hold_up_newcomers(processes, store):
     first, second, third = processes(3)
     run(first, join, "a", store)

@@ -462,6 +462,15 @@ class Network:
                 if self._by_name.get(record.name) is peer:
                     del self._by_name[record.name]
 
+    def miss(self, record: WorkerRecord) -> None:
+        """The worker of a record may live, but is out of reach: it can be sought later."""
+        with self._lock:
+            peer = self._peers.get(record.rank)
+            if peer is None or peer.incarnation != record.incarnation:
+                return
+            if peer.link is None and peer.end("it does not answer"):
+                peer.is_mourned = True  # there was nothing between us yet
+
     def probe(self, record: WorkerRecord) -> bool:
         """Whether somebody who holds our own rank or name answers."""
         limit = time.monotonic() + self._options.connect_timeout

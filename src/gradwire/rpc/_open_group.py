@@ -272,7 +272,7 @@ class OpenGroup:
                     return False  # somebody else has its address by now
                 raise
             except (ConnectTimeout, PeerLostError) as error:
-                self._network.forget(record)
+                self._network.miss(record)
                 _log.warning(
                     "worker %s does not reach worker %s of its group: %s",
                     me.name,

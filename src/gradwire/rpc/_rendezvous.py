@@ -56,6 +56,7 @@ _FIRST_DELAY_S = 0.005
 _LAST_DELAY_S = 0.05
 # A worker may die between a post and its count; look at everything now and then.
 _FULL_LOOK_S = 1.0
+_ASK_AGAIN_S = 1.0  # whoever did not answer
 _MAX_CONFLICT_BYTES = 1024
 
 
@@ -104,8 +105,9 @@ class Rendezvous:
         world_size: How many workers there are.
         timeout_s: How long ``join`` waits for the others.
         contact: Tries to connect to a worker, with the handshake; False means that
-            nobody answers there, so that the record is stale. Called on the thread that
-            called ``join``, once per incarnation. What it raises ends ``join``.
+            nobody answers there, so that the record is stale, or its worker cut off: it
+            is asked again now and then. Called on the thread that called ``join``. What
+            it raises ends ``join``.
     """
 
     is_open = False
@@ -133,6 +135,7 @@ class Rendezvous:
         self._text = encode_record(self._record)
         self._key = _worker_key(record.rank)
         self._answers: dict[int, bool] = {}  # what ``contact`` said, by incarnation
+        self._ask_again: dict[int, float] = {}  # when, if nobody answered
         self._snapshot = _NOTHING  # the group whose digest we have posted
         self._names: dict[int, str] = {}  # of all that were seen, by rank
         self._deadline = 0.0
@@ -304,9 +307,14 @@ class Rendezvous:
     def _is_answering(self, record: WorkerRecord) -> bool:
         if record.incarnation == self._record.incarnation:
             return True
-        if record.incarnation not in self._answers:
-            self._answers[record.incarnation] = self._contact(record)
-        return self._answers[record.incarnation]
+        life = record.incarnation
+        start = time.monotonic()
+        if start >= self._ask_again.get(life, 0.0) and not self._answers.get(life):
+            self._answers[life] = self._contact(record)
+            # One that is cut off may cost a whole limit each time: others come first.
+            took_s = time.monotonic() - start
+            self._ask_again[life] = time.monotonic() + max(_ASK_AGAIN_S, 2 * took_s)
+        return self._answers[life]
 
     def _is_complete(self, thread: StoreThread, view: _View) -> bool:
         posted = self._snapshot.digest
