@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import functions
+import probes
 from cluster import Cluster
 from gradwire import autograd, rpc
 from gradwire.errors import (
@@ -488,6 +489,7 @@ def test_waiting_for_a_lost_worker_ends_when_it_is_back(make_cluster):
     cluster = make_cluster(2)
     assert cluster.run(0, call, "w1", 1, 2) == 3
     cluster.kill(1)
+    probes.wait_until(lambda: cluster.run(0, names) == ["w0"], "w1 is lost")
     waiting = cluster.start(0, wait_for, "w1", 20.0)
 
     cluster.restart(1)
