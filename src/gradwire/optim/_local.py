@@ -32,6 +32,7 @@ from gradwire.optim._locks import Held, find_locks, hold, try_hold
 from gradwire.optim._places import Place
 from gradwire.optim._protocol import Mark, OwnerRecord
 from gradwire.optim._references import values_of
+from gradwire.optim._torch_private import run_step
 from gradwire.optim._trial import Trial
 from gradwire.rpc import RRef, get_worker_info
 from gradwire.rpc.extension import for_agents, methods_for_agents
@@ -184,7 +185,7 @@ class LocalOptimizer:
             try:
                 self._take_gradients(context_id)
                 if evaluations is None:
-                    self._optimizer.step()
+                    run_step(self._optimizer)
                     return None
                 return self._step_with(evaluations, context_id)
             finally:
@@ -356,7 +357,7 @@ class LocalOptimizer:
             self._take_gradients(context_id)
             return losses[-1]
 
-        returned = self._optimizer.step(closure)
+        returned = run_step(self._optimizer, closure)
         numbers = (i for i, loss in enumerate(losses) if loss is returned)
         return next(numbers, None)
 

@@ -28,6 +28,7 @@ from gradwire.optim._shares import Part, Share, calls_to
 from gradwire.optim._snapshots import Snapshots
 from gradwire.optim._sources import ParametersOf, Span, check_spans, expand
 from gradwire.optim._state import gather, scatter
+from gradwire.optim._torch_private import shown_to_profiler
 from gradwire.optim._transactions import Transactions
 from gradwire.rpc import Future, RRef, WorkerInfo, rpc_async, wait_for_worker
 
@@ -184,6 +185,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------- steps
 
+    @shown_to_profiler
     def step(  # type: ignore[override]
         self,
         context_id: int | None = None,

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.optim._torch_private import run_step
+
 __all__ = ["Trial"]
 
 
@@ -53,7 +55,7 @@ class Trial:
     def step(self) -> None:
         """Makes the step; if it fails, `undo` must follow."""
         had_gradient = [stand_in.grad is not None for _, stand_in in self._pairs]
-        self._optimizer.step()
+        run_step(self._optimizer)
         # A parameter that was left alone must not look changed to autograd either.
         self._is_moved = [
             had or _place_of(stand_in) != before

@@ -9,6 +9,7 @@ keeps quiet about the connection.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Sequence, Sized
@@ -25,6 +26,7 @@ from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 __all__ = ["Link", "LinkOwner"]
 
 _MOST_HELD = 64
+_MOST_PASSED_ON = 3  # a call or two back belong to most conversations
 _SLICE_S = 0.05  # how long a caller reads before it looks whether it still has to
 
 
@@ -172,8 +174,11 @@ class Link:
         """Reads and serves, as long as there is more very soon."""
         while True:
             frames = self._receive()
+            has_answers = False
             if frames:
                 self._owner.turn_begins()
+                if self._num_waiting:
+                    has_answers = not all(map(self._owner.is_request, frames))
                 self._queue_up(frames, turn)
                 self._work_off(turn)
                 with self._lock:
@@ -187,7 +192,7 @@ class Link:
             self.flush()
             self._quiet_since = time.perf_counter()
             # Whoever waits for what this thread has read needs the interpreter now.
-            if self._num_waiting or not self._gauge.spin(self._is_ready):
+            if has_answers or not self._gauge.spin(self._is_ready):
                 return
             self._gauge.note(time.perf_counter() - self._quiet_since)
 
@@ -245,10 +250,11 @@ class Link:
     ) -> None:
         """Reads on the calling thread, which waits for an answer.
 
-        It handles all answers that come, but runs no handler: requests go to the pool.
+        It handles all answers that come, but runs no handler: requests go to the pool. If
+        there are several of them, the threads that serve these had better read as well.
         The main thread must be inside `shielded`.
         Returns when the caller need not wait any more, at the deadline, or when another
-        thread reads; the caller then has to wait in some other way.
+        thread reads or should; the caller then has to wait in some other way.
 
         Args:
             outcome: What the caller waits for.
@@ -267,7 +273,7 @@ class Link:
         before = current_turn()
         set_turn(turn)
         try:
-            self._read_until(turn, outcome, deadline)
+            self._read_until(turn, outcome, deadline, _MOST_PASSED_ON)
         finally:
             set_turn(before)
             # A caller that calls again and again waits for its next answer in a moment:
@@ -305,13 +311,19 @@ class Link:
         finally:
             turn.serving_since = time.monotonic()
 
-    def _read_until(self, turn: Turn, outcome: Outcome, deadline: float) -> None:
-        while not outcome.done:
+    def _read_until(
+        self,
+        turn: Turn,
+        outcome: Outcome,
+        deadline: float,
+        most_passed_on: float = math.inf,
+    ) -> None:
+        while not outcome.done and most_passed_on > 0:
             interruptible(self._wait, deadline)
             frames = self._receive()
             if frames:
                 self._owner.turn_begins()
-                self._queue_up(frames, turn, requests_too=False)
+                most_passed_on -= self._queue_up(frames, turn, requests_too=False)
                 self._work_off(turn)
                 with self._lock:
                     if turn.is_over:
@@ -378,8 +390,12 @@ class Link:
 
     def _queue_up(
         self, frames: list[Frame], turn: Turn, *, requests_too: bool = True
-    ) -> None:
-        """Makes frames the turn's work; without ``requests_too`` those go to the pool."""
+    ) -> int:
+        """Makes frames the turn's work; without ``requests_too`` those go to the pool.
+
+        Returns:
+            How many requests have gone there.
+        """
         with self._lock:
             self._undelivered += len(frames)
         requests = []
@@ -392,6 +408,7 @@ class Link:
         frames.reverse()
         turn.rest[:0] = frames
         frames.clear()
+        return len(requests)
 
     def _submit(self, frames: list[Frame]) -> None:
         self._pool.submit(*[functools.partial(self._handle, [f], None) for f in frames])

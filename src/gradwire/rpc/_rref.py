@@ -448,7 +448,7 @@ def _value_of(rref: tuple[int, ...]) -> Any:
 
 
 def _find(rref: tuple[int, ...]) -> Owned:
-    if len(rref) != 3 or any(type(number) is not int for number in rref):
+    if len(rref) != 3 or {*map(type, rref)} != {int}:
         raise DecodeError("the id of an RRef must be three ints")
     return _service_of(current_agent()).find(RefId(*rref))
 

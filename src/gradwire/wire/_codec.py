@@ -41,6 +41,7 @@ from gradwire.wire._tensors import (
     COALESCED,
     COMPLEX_CODES,
     INLINE_BYTES,
+    PARAMETER,
     REQUIRES_GRAD,
     TRACKED,
     Buffer,
@@ -295,7 +296,7 @@ def _encode_small(  # noqa: PLR0912 - written out on purpose
     try:
         for position, item in enumerate(items):
             cls = type(item)
-            if cls is _Tensor:
+            if cls is _Tensor or cls is _Parameter:
                 plain[position] = None
                 number = len(tensors)
                 for earlier in range(number):
@@ -327,6 +328,8 @@ def _encode_small(  # noqa: PLR0912 - written out on purpose
                     if start < other + size and other < start + nbytes:
                         return None  # they share memory, and have to share it there
                 flags = REQUIRES_GRAD if item.requires_grad else 0
+                if cls is _Parameter:
+                    flags |= PARAMETER
                 metas.append(TensorMeta(code, shape, None, 0, number, flags))
                 parts.append(bytes_at(start, nbytes))
                 sizes.append(nbytes)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
+import time
 from typing import Any
 
+from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
 from gradwire.transport import Frame, Limits
@@ -19,12 +22,14 @@ class Owner:
 
     def __init__(self) -> None:
         self.heads: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
 
     def is_request(self, frame: Frame) -> bool:
         return True
 
     def accept(self, link: Link, frame: Frame) -> Any:
         self.heads.put(bytes(frame.head))
+        self.threads.put(threading.current_thread())
 
     def is_slow(self, request: Any) -> bool:
         return False
@@ -55,6 +60,35 @@ def test_frames_that_came_with_the_handshake_are_read_at_once():
         assert owner.heads.get(timeout=LIMIT_S) == b"early"
         peer.send(b"later")
         assert owner.heads.get(timeout=LIMIT_S) == b"later"
+    finally:
+        link.close()
+        peer.close()
+        pool.close(LIMIT_S)
+
+
+def test_caller_leaves_the_reading_to_those_who_serve():
+    """A request now and then is passed on; with more of them it is only in the way."""
+    sender, receiver = socket.socketpair()
+    peer = StreamConnection("test", sender, Limits())
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    owner = Owner()
+    link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
+    never = Outcome()
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        for number in range(20):
+            peer.send(b"request %d" % number)
+
+        link.read_as_caller(never, deadline, [never])
+
+        assert time.monotonic() < deadline, "it did not stop"
+        link.waits_elsewhere(+1)
+        peer.send(b"another")
+        heads = {owner.heads.get(timeout=LIMIT_S) for _ in range(21)}
+        assert b"another" in heads
+        me = threading.current_thread()
+        assert all(owner.threads.get(timeout=LIMIT_S) is not me for _ in range(21))
     finally:
         link.close()
         peer.close()

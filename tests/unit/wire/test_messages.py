@@ -14,6 +14,7 @@ from gradwire.wire import (
     Heartbeat,
     Message,
     Reply,
+    _codec,
     decode_control,
     decode_value,
     encode,
@@ -206,3 +207,30 @@ def test_message_without_body_refuses_buffers():
 def test_bad_field_of_a_message_is_an_encode_error():
     with pytest.raises(EncodeError, match="Goodbye"):
         encode(Goodbye("\ud800"))
+
+
+SIMPLE_VALUES = {
+    "tensor": torch.arange(6.0).view(2, 3),
+    "scalar": torch.tensor(3),
+    "leaf": torch.ones(2, requires_grad=True),
+    "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+    "frozen parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    "both": (torch.ones(2), torch.nn.Parameter(torch.zeros(3)), 7, "text"),
+}
+
+
+@pytest.mark.parametrize("name", SIMPLE_VALUES)
+def test_short_and_long_way_make_the_same_bytes(name, monkeypatch):
+    value = SIMPLE_VALUES[name]
+    short = encode(Reply(7), value)
+    monkeypatch.setattr(_codec, "_encode_small", lambda *_: None)
+    long = encode(Reply(7), value)
+
+    assert short.head == long.head
+    assert len(short.tensors) == len(long.tensors)
+
+
+def test_short_way_is_taken_for_parameters(monkeypatch):
+    monkeypatch.setattr(_codec, "_encode_with_value", None)
+
+    encode(Reply(7), SIMPLE_VALUES["both"])

@@ -1,0 +1,80 @@
+"""Steps of optimizers without the weight that torch puts on each of them.
+
+Torch wraps ``step`` of every class of optimizers, so that its profiler shows it and hooks
+are called. The label goes through the dispatcher twice, which for few small parameters
+costs more than the step itself; the profiler has a cheaper one. All private names that
+this takes are here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["run_step", "shown_to_profiler"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Label: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)
+_hooks_of_all: tuple[Any, ...] = tuple(
+    getattr(sys.modules[Optimizer.__module__], f"_global_optimizer_{when}_hooks", None)
+    for when in ("pre", "post")
+)
+_has_private_names = (
+    _Label is not None
+    and None not in _hooks_of_all
+    and hasattr(Optimizer, "profile_hook_step")
+)
+
+
+def run_step(optimizer: Optimizer, *args: Any) -> Any:
+    """``optimizer.step(*args)``."""
+    step: Any = type(optimizer).step
+    if (
+        not getattr(step, "hooked", False)
+        or "step" in vars(optimizer)
+        or _has_hooks(optimizer)
+    ):
+        return optimizer.step(*args)
+    with _Label(_label_of(optimizer)):
+        return step.__wrapped__(optimizer, *args)
+
+
+def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
+    """Wraps ``step`` of a class of ours, so that torch need not do it."""
+    if not _has_private_names:
+        return step
+    with_hooks: Callable[P, T] = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        optimizer = cast(Optimizer, args[0])
+        if _has_hooks(optimizer):
+            return with_hooks(*args, **kwargs)
+        with _Label(_label_of(optimizer)):
+            return step(*args, **kwargs)
+
+    wrapped.hooked = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    if not _has_private_names:
+        return True
+    before, after = _hooks_of_all
+    return bool(
+        before
+        or after
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    )
+
+
+def _label_of(optimizer: Optimizer) -> str:
+    return f"Optimizer.step#{type(optimizer).__name__}.step"

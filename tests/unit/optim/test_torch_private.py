@@ -1,0 +1,107 @@
+"""Steps without torch's wrapper do what the wrapper does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import SGD
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.profiler import ProfilerActivity, profile
+
+from gradwire.optim._torch_private import run_step, shown_to_profiler
+
+
+class Halving(torch.optim.Optimizer):
+    """A class that torch does not know."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5)
+        return loss
+
+
+class Shown(Halving):
+    step = shown_to_profiler(Halving.step)
+
+
+def make_parameter():
+    parameter = torch.ones(2, requires_grad=True)
+    parameter.grad = torch.ones(2)
+    return parameter
+
+
+def test_step_is_that_of_the_class():
+    parameter = make_parameter()
+
+    run_step(SGD([parameter], lr=0.5))
+
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_result_of_a_closure_comes_back():
+    parameter = make_parameter()
+
+    assert run_step(Halving([parameter]), lambda: 7) == 7
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_step_of_one_instance_comes_first():
+    optimizer = SGD([make_parameter()], lr=0.5)
+    optimizer.step = lambda: "its own"
+
+    assert run_step(optimizer) == "its own"
+
+
+@pytest.mark.parametrize("step", [run_step, Shown.step])
+def test_hooks_of_an_instance_are_called(step):
+    seen = []
+    optimizer = Shown([make_parameter()])
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    step(optimizer)
+
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("step", [run_step, Shown.step])
+def test_hooks_of_all_optimizers_are_called(step):
+    seen = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    try:
+        step(Shown([make_parameter()]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("step", [run_step, Shown.step])
+def test_profiler_shows_the_step(step):
+    optimizer = Shown([make_parameter()])
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(optimizer)
+
+    names = [event.name for event in profiler.events()]
+    assert names.count("Optimizer.step#Shown.step") == 1
+
+
+def test_torch_does_not_wrap_it_once_more():
+    before = Shown.step
+
+    Shown([make_parameter()])
+
+    assert Shown.step is before
