@@ -433,7 +433,8 @@ class Rendezvous:
             self._store.delete_key(ready_key)
         if self._is_anybody_there():
             self._store.add("changes", 1)
-        else:
+        # Asked again: the last one may have left meanwhile, before the count was made.
+        if not self._is_anybody_there():
             # The last one puts out the light.
             self._store.delete_key(KIND_KEY)
             self._store.delete_key("complete")

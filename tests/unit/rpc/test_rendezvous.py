@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -203,6 +204,37 @@ def test_leave_deletes_all_keys(new_store: NewStore, watcher: dist.Store):
     workers[2].leave()
 
     assert keys_left(watcher, 3) == []
+
+
+class Interrupted:
+    """A store where something else happens before the next post is counted."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.before_count: Callable[[], None] | None = None
+
+    def add(self, key: str, amount: int) -> int:
+        event, self.before_count = self.before_count, None
+        if event is not None:
+            event()
+        return self._store.add(key, amount)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_nothing_stays_of_two_that_leave_at_the_same_time(store):
+    interrupted = Interrupted(store)
+    first = rendezvous(cast(Any, interrupted), 0, 2)
+    second = rendezvous(store, 1, 2)
+    for future in [spawn(first), spawn(second)]:
+        future.result(WAIT_S)
+    interrupted.before_count = second.leave
+
+    first.leave()
+
+    assert interrupted.before_count is None
+    assert keys_left(store, 2) == []
 
 
 def test_group_can_meet_again_after_it_has_left(new_store: NewStore):
