@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._averaged import averaged_among, set_aside
-from gradwire.autograd._functions import ANCHOR, apply_start
+from gradwire.autograd._functions import ANCHOR, CHAIN_END, apply_start
 from gradwire.autograd._torch_private import record, run_engine
 
 __all__ = ["Destination", "accumulate", "leaves_of", "run_backward"]
@@ -33,6 +33,7 @@ class Destination(IntEnum):
     THROUGH = 2
 
 
+_Accumulator: Any = type(CHAIN_END.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _SEED = torch.zeros(())  # the gradient of a token, which nobody looks at
 
 
@@ -136,15 +137,14 @@ def _drain_engine() -> None:
 
 def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
     """All leaves of the graph behind some tensors; torch walks it too, but tells no one."""
-    stack: list[Any] = [root.grad_fn for root in roots]
-    seen = set(stack)
-    pop, push, add = stack.pop, stack.append, seen.add
-    while stack:
-        for node, _ in pop().next_functions:
-            if node is not None and node not in seen:
-                add(node)
-                push(node)
-    return [node.variable for node in seen if hasattr(node, "variable")]
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None, *nodes}
+    for node in nodes:  # which grows meanwhile
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return [node.variable for node in nodes if type(node) is _Accumulator]
 
 
 def accumulate(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 __all__ = ["SpinGauge", "readiness"]
 
 _LONGEST_SPIN_S = 2e-3
-_CROWDED_SPIN_S = 100e-6
-_LOOK_EVERY = 8
-_CROWDED = 0.1  # share of one core that other threads of the process use
+_LOOK_ROUND_S = 100e-6
+_CROWDED = 1.2  # cores that the process uses, this thread among them
 _PREEMPTED_S = 500e-6
 _FEWEST_SKIPPED, _MOST_SKIPPED = 8, 512
 
@@ -39,31 +36,6 @@ def readiness(*filenos: int, write: bool = False) -> Callable[[float], object]:
 _yield_core: Callable[[], object] = getattr(os, "sched_yield", lambda: None)
 
 
-class _Clocks(NamedTuple):
-    """Time, and what the whole process and one of its threads have used of it."""
-
-    thread: int
-    wall_s: float
-    process_s: float
-    thread_s: float
-
-    @classmethod
-    def now(cls) -> _Clocks:
-        return cls(
-            threading.get_ident(),
-            time.perf_counter(),
-            time.process_time(),
-            time.thread_time(),
-        )
-
-    def is_crowd_since(self, before: _Clocks) -> bool:
-        """Whether other threads than this one have been busy."""
-        if self.thread != before.thread:
-            return False
-        used = self.process_s - before.process_s - (self.thread_s - before.thread_s)
-        return used > _CROWDED * (self.wall_s - before.wall_s)
-
-
 class SpinGauge:
     """Decides how long to look before going to sleep.
 
@@ -71,28 +43,18 @@ class SpinGauge:
     spent looking; but only if waits are short, and only where the peer runs at the same
     time on another core. The gauge keeps the typical wait. A gap between two looks
     means that somebody else needed the core: then there is no spinning for a while, and
-    if that goes on, for longer and longer. And whoever spins keeps the interpreter from
-    other threads of the process: if these are busy, it does so only briefly.
+    if that goes on, for longer and longer. And whoever spins keeps the interpreter, or a
+    core, from other threads of the process: if these are busy, it does so only briefly.
     """
 
     # One spinning thread per process is enough. Not a lock: a signal could come between
     # taking it and the try that gives it back, and if two spin for once, nothing happens.
     _is_taken = False
 
-    __slots__ = (
-        "_last",
-        "_longest_s",
-        "_num_spins",
-        "_penalty",
-        "_skip",
-        "_typical_s",
-    )
+    __slots__ = ("_penalty", "_skip", "_typical_s")
 
     def __init__(self) -> None:
         self._typical_s = 0.0
-        self._longest_s = _LONGEST_SPIN_S
-        self._num_spins = 0
-        self._last = _Clocks(0, 0.0, 0.0, 0.0)
         self._penalty = _FEWEST_SKIPPED
         self._skip = 0 if (os.cpu_count() or 1) > 1 else 1 << 62
 
@@ -109,13 +71,11 @@ class SpinGauge:
             return False
         if self._typical_s > _LONGEST_SPIN_S or SpinGauge._is_taken:
             return False
-        self._num_spins += 1
-        if self._num_spins % _LOOK_EVERY == 0:  # clocks of processes are system calls
-            clocks = _Clocks.now()
-            is_crowd = clocks.is_crowd_since(self._last)
-            self._longest_s = _CROWDED_SPIN_S if is_crowd else _LONGEST_SPIN_S
-            self._last = clocks
-        limit = min(2 * self._typical_s + 50e-6, self._longest_s)
+        limit = min(2 * self._typical_s + 50e-6, _LONGEST_SPIN_S)
+        # Other threads are looked for in a spin that lasts, when it has lasted a little
+        # and from then on: the clock of a process is a system call.
+        look_at, looked = _LOOK_ROUND_S, 0.0
+        used: float | None = None
         SpinGauge._is_taken = True
         try:
             start = last = time.perf_counter()
@@ -128,6 +88,12 @@ class SpinGauge:
                     return False
                 if now - start > limit:
                     return False
+                if now - start > look_at:
+                    before, used = used, time.process_time()
+                    if before is not None and used - before > _CROWDED * (now - looked):
+                        return False
+                    looked = now
+                    look_at += _LOOK_ROUND_S
                 last = now
             self._penalty = _FEWEST_SKIPPED
             return True

@@ -119,24 +119,18 @@ def test_short_waits_bring_the_spinning_back():
     assert gauge.spin(always)
 
 
-def test_spin_is_brief_while_other_threads_are_busy(clock, monkeypatch):
+@pytest.mark.parametrize(("num_busy", "is_brief"), [(1, False), (2, True)])
+def test_spin_is_brief_while_other_threads_are_busy(
+    clock, monkeypatch, num_busy, is_brief
+):
     gauge = SpinGauge()
     for _ in range(50):
         gauge.note(500e-6)
-    used = {"process": 0.0, "thread": 0.0}
-    monkeypatch.setattr(time, "process_time", lambda: used["process"])
-    monkeypatch.setattr(time, "thread_time", lambda: used["thread"])
-    for _ in range(_spin._LOOK_EVERY):
-        length_of_spin(gauge, clock)
+    monkeypatch.setattr(time, "process_time", lambda: num_busy * clock.now)
 
-    used["process"] += 1.0  # of which this thread used nothing
-    lengths = [length_of_spin(gauge, clock) for _ in range(_spin._LOOK_EVERY)]
-    assert lengths[-1] < 200e-6
+    length = length_of_spin(gauge, clock)
 
-    used["process"] += 1.0
-    used["thread"] += 1.0  # all of it
-    lengths = [length_of_spin(gauge, clock) for _ in range(_spin._LOOK_EVERY)]
-    assert lengths[-1] > 500e-6
+    assert length < 300e-6 if is_brief else length > 900e-6
 
 
 def test_gap_between_looks_suspends_the_spinning(clock):
