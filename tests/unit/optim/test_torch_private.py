@@ -55,7 +55,7 @@ def test_result_of_a_closure_comes_back():
 
 def test_step_of_one_instance_comes_first():
     optimizer = SGD([make_parameter()], lr=0.5)
-    optimizer.step = lambda: "its own"
+    vars(optimizer)["step"] = lambda: "its own"
 
     assert run_step(optimizer) == "its own"
 
