@@ -72,6 +72,9 @@ _FIXED_BYTES: Final = _FIXED.size
 _MAX_PART_BYTES: Final = 2**32 - 1
 _MOST_SMALL: Final = 4  # tensors that `_encode_small` takes
 _PLAIN: Final = frozenset((int, float, bool, type(None), str, bytes))
+_REAL_CODE_OF_DTYPE: Final = {
+    dtype: code for dtype, code in CODE_OF_DTYPE.items() if code not in COMPLEX_CODES
+}
 _SAFE: Final = frozenset((float, bool, type(None)))  # msgpack can hold each of them
 # What msgspec raises for a value that msgpack cannot hold.
 _MSGPACK_ERRORS: Final = (OverflowError, ValueError, TypeError)
@@ -274,7 +277,7 @@ def tracked_tensors(
     return [tensor for tensor, meta in pairs if meta.flags & TRACKED]
 
 
-def _encode_small(  # noqa: PLR0912 - written out on purpose
+def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
     kind: int, message: Message, value: Any, on_tensors: OnTensors | None
 ) -> Outgoing | None:
     """Encodes plain values and a few small, ordinary tensors.
@@ -299,20 +302,21 @@ def _encode_small(  # noqa: PLR0912 - written out on purpose
             if cls is _Tensor or cls is _Parameter:
                 plain[position] = None
                 number = len(tensors)
-                for earlier in range(number):
-                    if tensors[earlier] is item:
-                        number = earlier
+                if number:
+                    for earlier in range(number):
+                        if tensors[earlier] is item:
+                            number = earlier
+                    if number < len(tensors):
+                        refs[position] = number
+                        continue
                 refs[position] = number
-                if number < len(tensors):
-                    continue
                 shape = item.shape
-                code = CODE_OF_DTYPE.get(item.dtype)
+                code = _REAL_CODE_OF_DTYPE.get(item.dtype)
                 nbytes = item.nbytes
                 if (
                     nbytes > INLINE_BYTES
                     or number == _MOST_SMALL
                     or code is None
-                    or code in COMPLEX_CODES
                     or not item.is_cpu
                     or item.layout is not _STRIDED
                     or item.is_neg()
@@ -324,9 +328,10 @@ def _encode_small(  # noqa: PLR0912 - written out on purpose
                 start = item.data_ptr()
                 if not start:
                     return None
-                for other, size in zip(starts, sizes, strict=True):
-                    if start < other + size and other < start + nbytes:
-                        return None  # they share memory, and have to share it there
+                if number:
+                    for other, size in zip(starts, sizes, strict=True):
+                        if start < other + size and other < start + nbytes:
+                            return None  # they share memory, and have to share it there
                 flags = REQUIRES_GRAD if item.requires_grad else 0
                 if cls is _Parameter:
                     flags |= PARAMETER

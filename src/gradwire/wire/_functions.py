@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from functools import reduce
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,9 +38,25 @@ _TORCH_MODULES: tuple[ModuleType, ...] = (
     torch.sparse,
 )
 
-# Names that took a search, by object. Only holds builtins, which live as long as their
-# modules; each name is verified again whenever it is used.
-_found_names: dict[Any, str] = {}
+
+class _Place(NamedTuple):
+    """Where a function was found; it is looked for there first when it is needed again."""
+
+    name: str
+    module_name: str
+    module: ModuleType
+    attribute: str
+
+    def holds(self) -> Any:
+        """What is there now; None if the module is another one, or has no such thing."""
+        if sys.modules.get(self.module_name) is not self.module:
+            return None
+        return getattr(self.module, self.attribute, None)
+
+
+_MOST_PLACES = 4096
+_places: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()
+_places_by_name: dict[str, _Place] = {}
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
@@ -52,10 +69,13 @@ def name_of(function: Callable[..., Any]) -> str | None:
         True
     """
     kind = type(function)
-    if kind is FunctionType or kind is type:
+    if kind is FunctionType or kind is BuiltinFunctionType:
+        place = _places.get(function)
+        if place is not None and place.holds() is function:
+            return place.name
+        return _search(function)
+    if kind is type:
         return _verified(function, function.__module__, function.__qualname__)
-    if kind is BuiltinFunctionType:
-        return _name_of_builtin(function)
     if isinstance(function, OPERATOR_TYPES):
         return _verified(function, "torch", f"ops.{function}")
     if kind is MethodType:
@@ -85,6 +105,10 @@ def resolve(
     Raises:
         DecodeError: If there is no such function here.
     """
+    if find is None and (place := _places_by_name.get(name)) is not None:
+        known = place.holds()
+        if callable(known):
+            return known  # type: ignore[no-any-return]
     module, separator, qualname = name.partition(":")
     if not separator or not module or not qualname:
         raise DecodeError(
@@ -96,6 +120,11 @@ def resolve(
             f"{qualname!r} in module {module!r} should be a function, but is of type "
             f"{type(function).__name__} on this worker"
         )
+    place = None if find else _place_of(function, name, module, qualname)
+    if place is not None:
+        if len(_places_by_name) >= _MOST_PLACES:
+            _places_by_name.clear()
+        _places_by_name[name] = place
     return function  # type: ignore[no-any-return]
 
 
@@ -159,22 +188,30 @@ def _name_of_class_method(method: Callable[..., Any]) -> str | None:
     )
 
 
-def _name_of_builtin(function: Callable[..., Any]) -> str | None:
-    known = _found_names.get(function)
-    if known is not None:
-        module, _, qualname = known.partition(":")
+def _search(function: Callable[..., Any]) -> str | None:
+    """The name of a plain or builtin function, whose place is then known."""
+    candidates = [(function.__module__, function.__qualname__)]
+    if type(function) is BuiltinFunctionType:
+        # Those of torch have odd ideas of where they are.
+        candidates += [(m.__name__, function.__name__) for m in _TORCH_MODULES]
+    for module, qualname in candidates:
         name = _verified(function, module, qualname)
         if name is not None:
-            return name
-    for module, qualname in _places_of_builtin(function):
-        name = _verified(function, module, qualname)
-        if name is not None:
-            _found_names[function] = name
+            place = _place_of(function, name, module, qualname)
+            if place is not None:
+                _places[function] = place
             return name
     return None
 
 
-def _places_of_builtin(function: Callable[..., Any]) -> list[tuple[str, str]]:
-    places = [(function.__module__, function.__qualname__)]
-    places += [(module.__name__, function.__name__) for module in _TORCH_MODULES]
-    return places
+def _place_of(
+    function: Callable[..., Any], name: str, module: str, qualname: str
+) -> _Place | None:
+    """Where a function is, unless it is inside of a class."""
+    for candidate in _MAIN_MODULES if module in _MAIN_MODULES else (module,):
+        loaded = sys.modules.get(candidate)
+        if loaded is not None:
+            place = _Place(name, candidate, loaded, qualname)
+            if place.holds() is function:
+                return place
+    return None

@@ -74,42 +74,58 @@ def rebuild_tensors(
     Raises:
         DecodeError: If the metadata does not agree with the memory that arrived.
     """
-    storages = body.storages
-    metas = body.tensors
-    sources = _locate(storages, head, start, buffers)
-    tensors: list[torch.Tensor] = []
-    # If every tensor has the storage of its own number, nothing is shared.
-    one_each = len(metas) == len(storages)
+    tensors = None if buffers else _rebuild_small(body, head, start)
+    if tensors is not None:
+        return tensors
+    tensors = []
+    sources = _locate(body.storages, head, start, buffers)
+    for meta in body.tensors:
+        if meta.layout:
+            tensor = _make_sparse(meta, tensors)
+        else:
+            tensor = _make_strided(meta, body.storages, sources, head)
+        if meta.flags:
+            tensor = _apply_flags(tensor, meta)
+        tensors.append(tensor)
+    return tensors
+
+
+def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | None:
+    """Makes contiguous tensors that each fill an inline storage of their own.
+
+    Nothing but speed, for most messages are such. None if there is anything else, or
+    something is wrong: the long way explains.
+    """
+    metas, storages = body.tensors, body.storages
+    if len(metas) != len(storages):
+        return None
+    tensors = []
+    position = start
     for index, meta in enumerate(metas):
         dtype, expected = DTYPES.get(meta.dtype, _NO_DTYPE)
         shape = meta.shape
         for size in shape:
             expected *= size
-            if expected > _MAX_NBYTES:
-                break  # of no use, and a long product of big numbers takes for ever
-        if meta.layout:
-            tensor = _make_sparse(meta, tensors)
-        elif (
-            expected
-            and one_each
-            and meta.storage == index
-            and storages[index] == expected
-            and meta.strides is None
-            and not meta.offset
+            if expected > INLINE_BYTES:
+                return None
+        end = position + expected
+        if (
+            not expected
+            or meta.storage != index
+            or storages[index] != expected
+            or meta.strides is not None
+            or meta.offset
+            or meta.layout
+            or end > len(head)
         ):
-            # The common case, a contiguous tensor that fills its own storage.
-            source = sources[index]
-            if type(source) is int:
-                tensor = _empty(shape, dtype=dtype)
-                _memmove(tensor.data_ptr(), head[source : source + expected], expected)
-            else:
-                tensor = _empty(0, dtype=dtype).set_(source, 0, shape)  # type: ignore[call-overload]
-        else:
-            tensor = _make_strided(meta, storages, sources, head)
+            return None
+        tensor = _empty(shape, dtype=dtype)
+        _memmove(tensor.data_ptr(), head[position:end], expected)
         if meta.flags:
             tensor = _apply_flags(tensor, meta)
         tensors.append(tensor)
-    return tensors
+        position = end
+    return tensors if position == len(head) else None
 
 
 def _apply_flags(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

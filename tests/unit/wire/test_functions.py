@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import operator
 import sys
 import types
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -182,3 +187,74 @@ def test_resolve_of_a_missing_function_says_what_is_missing(name, words):
         resolve(name)
 
     assert all(word in str(caught.value) for word in words)
+
+
+# -------------------------------------------------- functions whose place is known already
+
+
+@pytest.fixture
+def module(monkeypatch):
+    made = ModuleType("module_of_this_test")
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
+
+
+def define(module: ModuleType, result: int) -> Callable[[], int]:
+    exec(f"def function(): return {result}", vars(module))
+    return module.function
+
+
+def test_function_that_was_replaced_has_no_name_any_more(module):
+    old = define(module, 1)
+    assert name_of(old) == "module_of_this_test:function"
+
+    new = define(module, 2)
+
+    assert name_of(old) is None
+    assert name_of(new) == "module_of_this_test:function"
+
+
+def test_name_leads_to_what_is_there_now(module):
+    define(module, 1)
+    assert resolve("module_of_this_test:function")() == 1
+
+    define(module, 2)
+    assert resolve("module_of_this_test:function")() == 2
+
+    del module.function
+    with pytest.raises(DecodeError, match="cannot find 'function'"):
+        resolve("module_of_this_test:function")
+
+
+def test_name_leads_to_the_module_that_is_there_now(module, monkeypatch):
+    old = define(module, 1)
+    assert name_of(old) is not None
+    assert resolve("module_of_this_test:function") is old
+    other = ModuleType(module.__name__)
+    monkeypatch.setitem(sys.modules, module.__name__, other)
+    new = define(other, 2)
+
+    assert name_of(old) is None
+    assert resolve("module_of_this_test:function") is new
+
+
+def test_place_that_is_known_does_not_keep_a_function_alive(module):
+    function = define(module, 1)
+    assert name_of(function) is not None
+    alive = weakref.ref(function)
+
+    del function, module.function
+    gc.collect()
+
+    assert alive() is None
+
+
+def test_known_place_opens_nothing_that_is_refused(module):
+    define(module, 1)
+    resolve("module_of_this_test:function")
+
+    def refuse(module: str, qualname: str) -> Any:
+        raise DecodeError("not here")
+
+    with pytest.raises(DecodeError, match="not here"):
+        resolve("module_of_this_test:function", refuse)
