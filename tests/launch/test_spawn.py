@@ -24,6 +24,7 @@ from gradwire.errors import (
     RemoteError,
     UsageError,
 )
+from gradwire.launch import _spawn
 
 pytestmark = pytest.mark.multiproc
 
@@ -70,6 +71,27 @@ def die() -> None:
 
 
 # --------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize("function", [who, die])
+def test_workers_that_have_ended_before_anybody_looks(monkeypatch, function):
+    """What they have reported is in the pipes only."""
+    collect = _spawn._Group.collect
+
+    def collect_late(group: Any, timeout: float | None) -> dict[str, Any]:
+        for child in group._children:
+            child.process.join(SOON_S)
+        return collect(group, timeout)
+
+    monkeypatch.setattr(_spawn._Group, "collect", collect_late)
+    if function is die:
+        with pytest.raises(LaunchError, match="was killed by SIGKILL"):
+            spawn(die, {"a": 1})
+    else:
+        assert spawn(who, {"boss": 1, "helper": 1}) == {
+            "boss": ("boss", "boss", 0, 0),
+            "helper": ("helper", "helper", 0, 1),
+        }
 
 
 def test_every_worker_returns_its_value_by_name():

@@ -222,7 +222,7 @@ class _Child:
     process: Any  # typeshed has no common base for the processes of the contexts
     connection: multiprocessing.connection.Connection
     reports: list[_child.Report] = field(default_factory=list)
-    ended_at: float = 0.0
+    ended_at: float = 0.0  # since then all its reports are here
 
     @property
     def has_returned(self) -> bool:
@@ -236,7 +236,8 @@ class _Child:
                 return (
                     error if isinstance(error, Exception) else LaunchError(str(error))
                 )
-        code = self.process.exitcode
+        # What it has said last may still be in the pipe when it has only just ended.
+        code = self.process.exitcode if self.ended_at else None
         if code is None or (code == 0 and self.has_returned):
             return None
         return LaunchError(
@@ -247,7 +248,8 @@ class _Child:
 
     @property
     def failed_at(self) -> float:
-        return self.reports[0].at if self.reports else self.ended_at
+        """When it said so; one that died without a word comes first."""
+        return self.reports[0].at if self.reports else 0.0
 
 
 def _describe_end(code: int) -> str:
@@ -305,7 +307,7 @@ class _Group:
             if failed:
                 self._listen(time.monotonic() + _GRACE_S, until_all=True)
                 raise self._first_failure()
-            alive = [c for c in self._children if c.process.exitcode is None]
+            alive = [child for child in self._children if not child.ended_at]
             if not alive:
                 return {
                     child.worker.name: report.value
