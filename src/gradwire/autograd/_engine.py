@@ -33,6 +33,7 @@ class Destination(IntEnum):
     THROUGH = 2
 
 
+# The class of the nodes behind leaves, for which torch has no name.
 _Accumulator: Any = type(CHAIN_END.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 _SEED = torch.zeros(())  # the gradient of a token, which nobody looks at
 
