@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -76,7 +77,7 @@ class Lease:
             self._leftovers.put(self._name)
 
 
-class Received(NamedTuple):
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A recv of a chain: what it answers, and its node, if that still exists."""
 
     peer: int

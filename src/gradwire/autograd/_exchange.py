@@ -387,7 +387,7 @@ class Exchange:
         self, peer: Peer, message: Gradient | GradientAndStart, frame: Frame
     ) -> None:
         """The answer to a message of ours."""
-        side = self.registry.find(ContextName(message.key, message.incarnation))
+        side = self.registry.find(message)
         if side is None:
             return
         answer: Any = NONE
@@ -437,13 +437,13 @@ class Exchange:
 
     def on_dead(self, peer: Peer, message: Dead, frame: Frame) -> None:
         """A message of ours was dropped on its way."""
-        side = self.registry.find(ContextName(message.key, message.incarnation))
+        side = self.registry.find(message)
         if side is not None:
             self.mark_dead(side, message.message)
 
     def on_stale(self, peer: Peer, message: Stale, frame: Frame) -> None:
         """Messages of a peer are gone there."""
-        side = self.registry.find(ContextName(message.key, message.incarnation))
+        side = self.registry.find(message)
         if side is not None:
             self._mark_stale(side, peer.info.id, message.messages)
 
@@ -469,7 +469,7 @@ class Exchange:
 
     def on_done(self, peer: Peer, message: PassDone, frame: Frame) -> None:
         """Somebody whom we told of a pass is done with it."""
-        side = self.registry.find(ContextName(message.key, message.incarnation))
+        side = self.registry.find(message)
         if side is None:
             return
         with side.lock:
@@ -486,7 +486,7 @@ class Exchange:
 
     def on_abort(self, peer: Peer, message: PassAbort, frame: Frame) -> None:
         """A pass failed on another worker."""
-        side = self.registry.find(ContextName(message.key, message.incarnation))
+        side = self.registry.find(message)
         if side is None:
             return
         value, _ = decode_value(

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradwire.autograd._torch_private import call_backward_directly
+
 if TYPE_CHECKING:
     from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 
@@ -90,7 +92,12 @@ class Recv(torch.autograd.Function):
 
 
 def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`Function.apply` without its care for ``torch.func``, where no call can be made."""
+    """`Function.apply` without its care for ``torch.func``, where no call can be made.
+
+    On the way back the engine, too, comes straight to ``backward``: torch would look each
+    time whether the class has a ``vjp``, or wants its gradients in a list.
+    """
+    call_backward_directly(function)
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 

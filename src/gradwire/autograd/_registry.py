@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gradwire.autograd._context import ContextName, Mark, Side
 from gradwire.autograd._messages import (
@@ -48,6 +48,13 @@ class Ended:
     def includes(self, counter: int) -> bool:
         """Whether a context is over."""
         return counter <= self._issued and counter not in self._live
+
+
+class _Naming(Protocol):
+    @property
+    def key(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
 
 
 class Broken(NamedTuple):
@@ -93,8 +100,8 @@ class Registry:
             side = self._make(ContextName(key, self._incarnation), "", into_grad)
         return side
 
-    def find(self, name: ContextName) -> Side | None:
-        """Our side of a context, if there is one."""
+    def find(self, name: _Naming) -> Side | None:
+        """Our side of a context, if there is one; a message names one, too."""
         side = self._sides.get(name.key)
         if side is None or side.name.incarnation != name.incarnation:
             return None

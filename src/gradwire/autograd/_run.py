@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
 from gradwire.autograd._engine import Destination
@@ -18,7 +19,7 @@ __all__ = ["Answer", "Run"]
 _DESTINATIONS = tuple(Destination)
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True):
     """The gradients of one message, with the history that they may have themselves."""
 
     present: tuple[bool, ...]

@@ -67,6 +67,7 @@ from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import interruptible, shielded
 from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
 from gradwire.rpc._turn import (
+    LOOK_S,
     about_to_block,
     call_for_help,
     current_turn,
@@ -143,7 +144,7 @@ class Agent:
         credentials = find_credentials(options, name)
         transports = usable_transports(options, secret, credentials)
         # From here on there are descriptors to close.
-        self.pool = WorkerPool(name, options.num_worker_threads, self.turn_begins)
+        self.pool = WorkerPool(name, options.num_worker_threads, self._look_soon)
         self.network = Network(
             self.info, world_size, options, secret, transports, self.pool, self
         )
@@ -423,10 +424,11 @@ class Agent:
                 )
                 if note is not None:
                     notes[interceptor.name] = note
-                    header, changed = note.addition
-                    flags.update(changed or {})
-                    if header is not None:
-                        headers[interceptor.name] = header
+                    addition = note.addition
+                    if addition.flags:
+                        flags.update(addition.flags)
+                    if addition.header is not None:
+                        headers[interceptor.name] = addition.header
             message.headers = headers or None
             return flags
 
@@ -576,6 +578,9 @@ class Agent:
         else:
             self.pool.submit(callback)
 
+    def _look_soon(self) -> None:
+        self._rounds.look_soon()
+
     # --------------------------------------------------------------------- receiving
 
     def is_request(self, frame: Frame) -> bool:
@@ -619,9 +624,10 @@ class Agent:
         except GradwireError as error:
             self.lose(peer, f"it broke the protocol: {error}")
 
-    def turn_begins(self) -> None:
+    def turn_begins(self, now: float) -> None:
         """See `LinkOwner`."""
-        self._rounds.look_soon()
+        if self._rounds.monitor.due > now + LOOK_S:
+            self._rounds.look_soon()
 
     def _on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
         call = peer.calls.take(message.id)  # type: ignore[attr-defined]

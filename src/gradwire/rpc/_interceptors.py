@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 
-class Addition(NamedTuple):
+class Addition(msgspec.Struct, frozen=True, gc=False):
     """What a layer adds to a message: a header, and flags of tensors by index."""
 
     header: bytes | None = None

@@ -45,8 +45,12 @@ class LinkOwner(Protocol):
     def serve(self, link: Link, request: Any) -> None:
         """Serves a request; may block."""
 
-    def turn_begins(self) -> None:
-        """A turn begins to serve; `Link.check_turn` must be called before long."""
+    def turn_begins(self, now: float) -> None:
+        """A turn begins to serve; `Link.check_turn` must be called before long.
+
+        Args:
+            now: On the monotonic clock.
+        """
 
     def link_ended(self, link: Link, reason: str) -> None:
         """Nothing more will come; told once."""
@@ -176,11 +180,9 @@ class Link:
             frames = self._receive()
             has_answers = False
             if frames:
-                self._owner.turn_begins()
                 if self._num_waiting:
                     has_answers = not all(map(self._owner.is_request, frames))
-                self._queue_up(frames, turn)
-                self._work_off(turn)
+                self._work_off(frames, turn)
                 with self._lock:
                     if turn.is_over:
                         return
@@ -286,7 +288,7 @@ class Link:
             later = later and not self._pool.is_pool_thread
             self.end_turn(turn, later=later)
             if later:
-                self._owner.turn_begins()
+                self._owner.turn_begins(time.monotonic())
 
     def read_in_turn(
         self,
@@ -322,9 +324,8 @@ class Link:
             interruptible(self._wait, deadline)
             frames = self._receive()
             if frames:
-                self._owner.turn_begins()
-                most_passed_on -= self._queue_up(frames, turn, requests_too=False)
-                self._work_off(turn)
+                most_passed_on -= self._pass_on_requests(frames)
+                self._work_off(frames, turn)
                 with self._lock:
                     if turn.is_over:
                         return
@@ -388,33 +389,35 @@ class Link:
     # Frames that were read may still be under way to their handling when the end of the
     # stream is seen. The end must come last, or calls would fail whose answer is here.
 
-    def _queue_up(
-        self, frames: list[Frame], turn: Turn, *, requests_too: bool = True
-    ) -> int:
-        """Makes frames the turn's work; without ``requests_too`` those go to the pool.
-
-        Returns:
-            How many requests have gone there.
-        """
-        with self._lock:
-            self._undelivered += len(frames)
-        requests = []
-        if not requests_too:
-            is_request = self._owner.is_request
-            requests = [f for f in frames if is_request(f)]
+    def _pass_on_requests(self, frames: list[Frame]) -> int:
+        """Takes the requests out, which go to the pool; returns how many there were."""
+        is_request = self._owner.is_request
+        requests = [frame for frame in frames if is_request(frame)]
         if requests:
+            with self._lock:
+                self._undelivered += len(requests)
+            frames[:] = [frame for frame in frames if not is_request(frame)]
             self._submit(requests)
-            frames[:] = [f for f in frames if not is_request(f)]
-        frames.reverse()
-        turn.rest[:0] = frames
-        frames.clear()
         return len(requests)
 
     def _submit(self, frames: list[Frame]) -> None:
         self._pool.submit(*[functools.partial(self._handle, [f], None) for f in frames])
 
-    def _work_off(self, turn: Turn) -> None:
+    def _work_off(self, frames: list[Frame], turn: Turn) -> None:
+        """Handles what the turn has read, or has not come to before."""
         rest = turn.rest
+        now = time.monotonic()
+        self._owner.turn_begins(now)
+        with self._lock:
+            self._undelivered += len(frames)
+        if len(frames) == 1 and not rest:
+            turn.serving_since = now
+            self._pool.ensure_follower()
+            self._handle(frames, turn)
+        else:
+            frames.reverse()
+            rest[:0] = frames
+            frames.clear()
         while rest:
             turn.serving_since = time.monotonic()
             try:

@@ -24,9 +24,9 @@ class Monitor:
 
     def __init__(self, name: str, tick: Callable[[float], float]) -> None:
         self._tick = tick
-        # Guards `_due` and `_closed`: callers bring the next tick forward.
+        # Guards `due` and `_closed`: callers bring the next tick forward.
         self._changed = threading.Condition()
-        self._due = time.monotonic()
+        self.due = time.monotonic()
         self._closed = False
         self._thread = threading.Thread(
             target=self._run, name=f"gradwire-{name}-monitor", daemon=True
@@ -38,24 +38,24 @@ class Monitor:
 
     def call_by(self, when: float) -> None:
         """Makes sure that there is a tick at that time or before."""
-        if when < self._due:
+        if when < self.due:
             with self._changed:
-                if when < self._due:
-                    self._due = when
+                if when < self.due:
+                    self.due = when
                     self._changed.notify()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._closed:
-                    left = self._due - time.monotonic()
+                    left = self.due - time.monotonic()
                     if left <= 0:
                         break
                     self._changed.wait(left)
                 if self._closed:
                     return
                 # Whoever wants an earlier tick from now on finds this and rings.
-                self._due = float("inf")
+                self.due = float("inf")
             now = time.monotonic()
             try:
                 due = self._tick(now)
@@ -64,7 +64,7 @@ class Monitor:
                 due = now + 1.0
             with self._changed:
                 # At least a little pause: many deadlines close together are one tick.
-                self._due = max(min(self._due, due), now + _SHORTEST_TICK_S)
+                self.due = max(min(self.due, due), now + _SHORTEST_TICK_S)
 
     def close(self) -> None:
         """Ends the thread."""

@@ -23,6 +23,10 @@ __all__ = ["WorkerPool"]
 _IDLE_S = 10.0
 
 
+class _Local(threading.local):
+    is_pool_thread = False
+
+
 class WorkerPool:
     """Threads that serve descriptors and a queue of work.
 
@@ -48,7 +52,7 @@ class WorkerPool:
         self._idle = 0
         self._count = 0
         self._closed = False
-        self._local = threading.local()
+        self._local = _Local()
 
     # --------------------------------------------------------------- descriptors
 
@@ -71,7 +75,7 @@ class WorkerPool:
     @property
     def is_pool_thread(self) -> bool:
         """Whether the current thread is one of this pool."""
-        return getattr(self._local, "is_pool_thread", False)
+        return self._local.is_pool_thread
 
     @property
     def has_work(self) -> bool:

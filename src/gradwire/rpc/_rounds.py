@@ -26,25 +26,25 @@ class Rounds:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._monitor = Monitor(agent.info.name, self._tick)
+        self.monitor = Monitor(agent.info.name, self._tick)
         self._last = time.monotonic()
         self._lock = threading.Lock()  # guards `_next`: callers, and the monitor
         self._next = 0.0
 
     def start(self) -> None:
         """Begins."""
-        self._monitor.start()
+        self.monitor.start()
 
     def look_soon(self) -> None:
         """Somebody serves, or holds calls back: it is to be looked at in a moment."""
-        self._monitor.call_by(time.monotonic() + LOOK_S)
+        self.monitor.call_by(time.monotonic() + LOOK_S)
 
     def note_deadline(self, deadline: float) -> None:
         """Calls are looked at by then; to be told after the call was entered."""
         if deadline < self._next:
             with self._lock:
                 self._next = min(self._next, deadline)
-            self._monitor.call_by(deadline)
+            self.monitor.call_by(deadline)
 
     def _tick(self, now: float) -> float:
         """Looks at turns, and now and then at the rest; says when to come again."""
@@ -97,4 +97,4 @@ class Rounds:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._monitor.close()
+        self.monitor.close()

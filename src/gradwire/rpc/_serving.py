@@ -365,10 +365,11 @@ class _Request:
                 self.scopes.append((interceptor.name, scope))
         headers, flags = {}, {}
         for name, scope in self.scopes:
-            header, changed = scope.sending_reply(tensors, of_modules)
-            flags.update(changed or {})
-            if header is not None:
-                headers[name] = header
+            addition = scope.sending_reply(tensors, of_modules)
+            if addition.flags:
+                flags.update(addition.flags)
+            if addition.header is not None:
+                headers[name] = addition.header
         reply.headers = headers or None
         return flags
 

@@ -42,7 +42,15 @@ interpreter lock, or was not given a core, must not be taken for one that blocks
 LOOK_S = 0.01
 """How often the monitor looks while there is something to look at."""
 
-_local = threading.local()
+
+class _Local(threading.local):
+    """What a thread has; defaults, since to ask for what is not there costs more."""
+
+    turn: Turn | None = None
+    call_for_help: Callable[[], None] | None = None
+
+
+_local = _Local()
 
 
 class Turn:
@@ -61,7 +69,7 @@ class Turn:
 
 def current_turn() -> Turn | None:
     """The turn of the current thread."""
-    return getattr(_local, "turn", None)
+    return _local.turn
 
 
 def set_turn(turn: Turn | None) -> None:
@@ -76,14 +84,14 @@ def set_helper(helper: Callable[[], None]) -> None:
 
 def call_for_help() -> None:
     """To be called before a wait during which this thread goes on reading."""
-    helper: Callable[[], None] | None = getattr(_local, "call_for_help", None)
+    helper = _local.call_for_help
     if helper is not None:
         helper()
 
 
 def about_to_block() -> None:
     """To be called before any other wait that may last."""
-    turn: Turn | None = getattr(_local, "turn", None)
+    turn = _local.turn
     if turn is not None and not turn.is_over:
         turn.link.end_turn(turn)
     call_for_help()

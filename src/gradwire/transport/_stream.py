@@ -395,8 +395,13 @@ class StreamConnection(Connection):
                 self.is_drained = True
         while True:
             self._parse_small()
-            while self._parse():
-                pass
+            if (
+                self._start < self._stop
+                or self._bulk is not None
+                or self._long is not None
+            ):
+                while self._parse():
+                    pass
             if self.is_drained or len(self._inbox) >= _FRAMES_PER_READ:
                 break
             target = self._target()

@@ -19,8 +19,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ RawBuffer = tuple[int, int, object]
 """Memory to send: address, number of bytes, and an object that keeps it alive."""
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A frame that arrived. Its buffers are fresh, writable and nobody else's."""
 
     head: bytes

@@ -313,6 +313,12 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
                 shape = item.shape
                 code = _REAL_CODE_OF_DTYPE.get(item.dtype)
                 nbytes = item.nbytes
+                strides = None
+                if not item.is_contiguous():
+                    strides = item.stride()
+                    if any(strides):
+                        return None
+                    nbytes = item.itemsize  # one number, as in the gradient of a sum
                 if (
                     nbytes > INLINE_BYTES
                     or number == _MOST_SMALL
@@ -320,7 +326,6 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
                     or not item.is_cpu
                     or item.layout is not _STRIDED
                     or item.is_neg()
-                    or not item.is_contiguous()
                     or 0 in shape
                     or 1 in shape
                 ):
@@ -335,7 +340,7 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
                 flags = REQUIRES_GRAD if item.requires_grad else 0
                 if cls is _Parameter:
                     flags |= PARAMETER
-                metas.append(TensorMeta(code, shape, None, 0, number, flags))
+                metas.append(TensorMeta(code, shape, strides, 0, number, flags))
                 parts.append(bytes_at(start, nbytes))
                 sizes.append(nbytes)
                 starts.append(start)

@@ -35,6 +35,9 @@ __all__ = ["rebuild_tensors"]
 
 _KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED | TRACKED
 _MAX_NBYTES = 2**63 - 1
+_MOST_REPEATED = (
+    1 << 32
+)  # more is left to the long way, which knows how far torch can count
 _NO_DTYPE = (None, 0)
 _NUM_PARTS_COO = 2
 _NUM_PARTS_COMPRESSED = 3
@@ -43,6 +46,7 @@ _INDICES_COO = (torch.int64,)
 _INDICES_COMPRESSED = (torch.int32, torch.int64)
 
 _empty = torch.empty
+_empty_strided = torch.empty_strided
 
 
 def _find_memmove() -> Callable[[int, bytes, int], object]:
@@ -91,8 +95,9 @@ def rebuild_tensors(
 
 
 def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | None:
-    """Makes contiguous tensors that each fill an inline storage of their own.
+    """Makes tensors that each fill an inline storage of their own.
 
+    They are contiguous, or one number that is repeated, as in the gradient of a sum.
     Nothing but speed, for most messages are such. None if there is anything else, or
     something is wrong: the long way explains.
     """
@@ -103,29 +108,43 @@ def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | 
     position = start
     for index, meta in enumerate(metas):
         dtype, expected = DTYPES.get(meta.dtype, _NO_DTYPE)
-        shape = meta.shape
-        for size in shape:
-            expected *= size
-            if expected > INLINE_BYTES:
-                return None
+        shape, strides = meta.shape, meta.strides
+        if strides is None:
+            for size in shape:
+                expected *= size
+                if expected > INLINE_BYTES:
+                    return None
+        elif any(strides) or not _may_repeat(shape, strides):
+            return None
         end = position + expected
         if (
             not expected
             or meta.storage != index
             or storages[index] != expected
-            or meta.strides is not None
             or meta.offset
             or meta.layout
             or end > len(head)
         ):
             return None
-        tensor = _empty(shape, dtype=dtype)
+        if strides is None:
+            tensor = _empty(shape, dtype=dtype)
+        else:
+            tensor = _empty_strided(shape, strides, dtype=dtype)
         _memmove(tensor.data_ptr(), head[position:end], expected)
         if meta.flags:
             tensor = _apply_flags(tensor, meta)
         tensors.append(tensor)
         position = end
     return tensors if position == len(head) else None
+
+
+def _may_repeat(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    total = 1
+    for size in shape:
+        total *= size
+        if not 0 < total <= _MOST_REPEATED:
+            return False
+    return len(shape) == len(strides)
 
 
 def _apply_flags(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -37,7 +37,7 @@ class Owner:
     def serve(self, link: Link, request: Any) -> None:
         raise AssertionError("there are no requests")
 
-    def turn_begins(self) -> None:
+    def turn_begins(self, now: float) -> None:
         pass
 
     def link_ended(self, link: Link, reason: str) -> None:

@@ -94,6 +94,37 @@ def test_product_of_very_many_sizes_is_not_computed():
         _decode(_one(TensorMeta(FLOAT, (MAX,) * 200_000, storage=0)), bytes(16))
 
 
+@pytest.mark.timeout(10)
+def test_product_of_very_many_sizes_of_a_repeated_number_is_not_computed():
+    meta = TensorMeta(FLOAT, (MAX,) * 200_000, (0,) * 200_000, storage=0)
+
+    with pytest.raises(DecodeError, match="beyond 64 bits"):
+        _decode(_one(meta, nbytes=4), bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "nbytes"),
+    [
+        ((2, 3), (0,), 4),
+        ((2,), (0, 0), 4),
+        ((2, 3), (0, 0), 3),
+        ((2**32, 2**32), (0, 0), 4),
+    ],
+)
+def test_malformed_repeated_number_is_refused(shape, strides, nbytes):
+    meta = TensorMeta(FLOAT, shape, strides, storage=0)
+
+    with pytest.raises(DecodeError):
+        _decode(_one(meta, nbytes=nbytes), bytes(nbytes))
+
+
+def test_repeated_number_without_elements_needs_no_element():
+    meta = TensorMeta(FLOAT, (2, 0), (0, 0), storage=0)
+    value, _ = _decode(_one(meta, nbytes=4), bytes(4))
+
+    assert value.shape == (2, 0)
+
+
 @pytest.mark.parametrize(
     "meta",
     [

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -15,6 +17,7 @@ from gradwire.wire import (
     Message,
     Reply,
     _codec,
+    _rebuild,
     decode_control,
     decode_value,
     encode,
@@ -209,13 +212,16 @@ def test_bad_field_of_a_message_is_an_encode_error():
         encode(Goodbye("\ud800"))
 
 
-SIMPLE_VALUES = {
+SIMPLE_VALUES: dict[str, Any] = {
     "tensor": torch.arange(6.0).view(2, 3),
     "scalar": torch.tensor(3),
     "leaf": torch.ones(2, requires_grad=True),
     "parameter": torch.nn.Parameter(torch.ones(2, 2)),
     "frozen parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
     "both": (torch.ones(2), torch.nn.Parameter(torch.zeros(3)), 7, "text"),
+    "repeated number": torch.tensor(0.5).expand(32, 256),
+    "repeated, many times": torch.tensor(0.5).expand(1 << 20, 1 << 20),
+    "repeated and not": (torch.ones(3), torch.tensor(2).expand(2, 2)),
 }
 
 
@@ -230,7 +236,40 @@ def test_short_and_long_way_make_the_same_bytes(name, monkeypatch):
     assert len(short.tensors) == len(long.tensors)
 
 
-def test_short_way_is_taken_for_parameters(monkeypatch):
+@pytest.mark.parametrize("name", ["both", "repeated number"])
+def test_short_way_is_taken(name, monkeypatch):
     monkeypatch.setattr(_codec, "_encode_with_value", None)
 
-    encode(Reply(7), SIMPLE_VALUES["both"])
+    encode(Reply(7), SIMPLE_VALUES[name])
+
+
+@pytest.mark.parametrize("name", SIMPLE_VALUES)
+def test_both_ways_rebuild_the_same(name, monkeypatch):
+    head = encode(Reply(7), SIMPLE_VALUES[name]).head
+    message, _ = decode_control(head)
+    _, short = decode_value(message, head, [])
+    monkeypatch.setattr(_rebuild, "_rebuild_small", lambda *_: None)
+    _, long = decode_value(message, head, [])
+
+    for one, other in zip(short, long, strict=True):
+        assert type(one) is type(other)
+        assert (one.shape, one.stride(), one.dtype) == (
+            other.shape,
+            other.stride(),
+            other.dtype,
+        )
+        assert one.requires_grad == other.requires_grad
+        first = (0,) * one.dim()
+        assert one.dim() == 0 or one[first] == other[first]
+        assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+def test_repeated_number_is_rebuilt_the_short_way(monkeypatch):
+    head = encode(Reply(7), SIMPLE_VALUES["repeated number"]).head
+    message, _ = decode_control(head)
+    monkeypatch.setattr(_rebuild, "_locate", None)
+
+    value, _ = decode_value(message, head, [])
+
+    assert value.stride() == (0, 0)
+    assert torch.equal(value, SIMPLE_VALUES["repeated number"])
