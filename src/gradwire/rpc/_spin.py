@@ -13,7 +13,7 @@ _LONGEST_SPIN_S = 2e-3
 _LOOK_ROUND_S = 100e-6
 _CROWDED = 1.2  # cores that the process uses, this thread among them
 _PREEMPTED_S = 500e-6
-_FEWEST_SKIPPED, _MOST_SKIPPED = 8, 512
+_FEWEST_SKIPPED, _MOST_SKIPPED = 2, 512
 
 
 def readiness(*filenos: int, write: bool = False) -> Callable[[float], object]:
@@ -71,7 +71,7 @@ class SpinGauge:
             return False
         if self._typical_s > _LONGEST_SPIN_S or SpinGauge._is_taken:
             return False
-        limit = min(2 * self._typical_s + 50e-6, _LONGEST_SPIN_S)
+        limit = min(4 * self._typical_s + 100e-6, _LONGEST_SPIN_S)
         # Other threads are looked for in a spin that lasts, when it has lasted a little
         # and from then on: the clock of a process is a system call.
         look_at, looked = _LOOK_ROUND_S, 0.0
