@@ -527,7 +527,8 @@ class Agent:
         unless_under_way: bool = False,
     ) -> None:
         """Reads on this thread, before it blocks, if it may; see `Link.read_as_caller`."""
-        link.flush()
+        if link.holds:
+            link.flush()
         turn = current_turn()
         in_turn = turn is not None and turn.link is link and not turn.is_over
         if not thread_state_is_clean():

@@ -73,6 +73,9 @@ class Link:
         self.clock_offset = 0.0  # the peer's monotonic clock minus ours
         self.last_received = self.last_sent = time.monotonic()
         self._bytes_noticed = 0  # when the monitor looked last
+        # Frames were held back, and wait for `flush`. Set after they were queued, and
+        # cleared before the queue is written, by any thread.
+        self.holds = False
         self._pool = pool
         self._owner = owner
         self._fileno = connection.fileno()
@@ -129,12 +132,16 @@ class Link:
         self.last_sent = time.monotonic()
         connection = self.connection
         ticket = connection.send(head, buffers, hold=hold)
-        if connection.num_queued > (_MOST_HELD if hold else 0):
+        num_queued = connection.num_queued
+        if hold and num_queued <= _MOST_HELD:
+            self.holds = True
+        elif num_queued:
             self.flush()
         return ticket
 
     def flush(self) -> None:
         """Writes what was held back or could not be written."""
+        self.holds = False
         if self.connection.num_queued and not self.connection.flush():
             with self._lock:
                 self._arm(write=True)
@@ -191,12 +198,12 @@ class Link:
                 self.end_if_over()
             if self.connection.end is not None or self._pool.has_work:
                 return
-            self.flush()
+            if self.holds:
+                self.flush()
             self._quiet_since = time.perf_counter()
             # Whoever waits for what this thread has read needs the interpreter now.
             if has_answers or not self._gauge.spin(self._is_ready):
                 return
-            self._gauge.note(time.perf_counter() - self._quiet_since)
 
     def end_turn(
         self, turn: Turn, *, later: bool = False, if_since: float | None = None
@@ -217,7 +224,8 @@ class Link:
                 self._arm(read=True)
         if turn.rest:
             self._submit(_take_all(turn.rest))
-        self.flush()
+        if self.holds:
+            self.flush()
 
     def check_turn(self, now: float) -> bool:
         """Ends a turn that serves for too long; returns whether to look again soon."""
@@ -361,7 +369,7 @@ class Link:
             left = deadline - time.monotonic() if deadline else _SLICE_S
             # In slices: something else than this connection may end the wait.
             self._is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
-        self._gauge.note(time.perf_counter() - start)
+            self._gauge.note(time.perf_counter() - start)
 
     # ----------------------------------------------------------------------- handling
 

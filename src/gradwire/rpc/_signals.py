@@ -40,7 +40,7 @@ class _Shield:
     """Puts off the Python signal handlers; only the main thread uses it."""
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.depth = 0
         self._is_waiting = False
         self._hook = self._on_signal
         # Never emptied: should the hook be left in place, it still finds the handler.
@@ -53,8 +53,8 @@ class _Shield:
         self._put_off: list[int] = []
 
     def __enter__(self) -> None:
-        self._depth += 1
-        if self._depth > 1:
+        self.depth += 1
+        if self.depth > 1:
             return
         try:
             found = tuple(map(_signal.getsignal, _SIGNALS))
@@ -80,15 +80,15 @@ class _Shield:
         self._found = found
 
     def __exit__(self, *error: object) -> None:
-        if self._depth > 1:
-            self._depth -= 1
+        if self.depth > 1:
+            self.depth -= 1
         else:
             self._lower()
 
     def _lower(self) -> None:
         # From here on the hook lets everything through, so that whatever a handler
         # raises below, nothing is left broken.
-        self._depth = 0
+        self.depth = 0
         put_off, self._put_off = self._put_off, []
         hooked, self._hooked = self._hooked, ()
         for number in hooked:
@@ -97,7 +97,7 @@ class _Shield:
             self._handlers[number](number, None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._depth and not self._is_waiting:
+        if self.depth and not self._is_waiting:
             self._put_off.append(number)
         else:
             self._handlers[number](number, frame)
@@ -114,10 +114,6 @@ class _Shield:
         finally:
             self._is_waiting = was_waiting
         return result
-
-    @property
-    def is_up(self) -> bool:
-        return self._depth > 0
 
 
 class _NoShield:
@@ -166,6 +162,6 @@ def interruptible(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     of `threading`, does not survive being interrupted. For waits on events and
     conditions there is `wait_in_slices`.
     """
-    if _shield.is_up and threading.get_ident() == _main_thread:
+    if _shield.depth and threading.get_ident() == _main_thread:
         return _shield.wait(function, *args, **kwargs)
     return function(*args, **kwargs)

@@ -59,13 +59,17 @@ class SpinGauge:
         self._skip = 0 if (os.cpu_count() or 1) > 1 else 1 << 62
 
     def note(self, waited_s: float) -> None:
-        """Data came after so long, asleep or not."""
+        """Data came after so long, and not while `spin` looked for it."""
         # One long wait (the program did something else) must not end the spinning.
         waited_s = min(waited_s, 4 * _LONGEST_SPIN_S)
         self._typical_s += (waited_s - self._typical_s) / 8
 
     def spin(self, is_ready: Callable[[int], object]) -> bool:
-        """Calls ``is_ready(0)`` until it is true; False when it is time to sleep."""
+        """Calls ``is_ready(0)`` until it is true, and notes how long that took.
+
+        Returns:
+            False when it is time to sleep.
+        """
         if self._skip > 0:
             self._skip -= 1
             return False
@@ -96,6 +100,7 @@ class SpinGauge:
                     look_at += _LOOK_ROUND_S
                 last = now
             self._penalty = _FEWEST_SKIPPED
+            self._typical_s += (last - start - self._typical_s) / 8
             return True
         finally:
             SpinGauge._is_taken = False
