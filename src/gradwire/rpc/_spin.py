@@ -12,8 +12,8 @@ __all__ = ["SpinGauge", "readiness"]
 _LONGEST_SPIN_S = 2e-3
 _LOOK_ROUND_S = 100e-6
 _CROWDED = 1.2  # cores that the process uses, this thread among them
-_PREEMPTED_S = 500e-6
-_FEWEST_SKIPPED, _MOST_SKIPPED = 2, 512
+_PREEMPTED_S = 2e-3
+_FEWEST_SKIPPED, _MOST_SKIPPED = 16, 512
 
 
 def readiness(*filenos: int, write: bool = False) -> Callable[[float], object]:
@@ -41,9 +41,10 @@ class SpinGauge:
 
     Waking a sleeping process costs more than a whole call, so a short wait is best
     spent looking; but only if waits are short, and only where the peer runs at the same
-    time on another core. The gauge keeps the typical wait. A gap between two looks
-    means that somebody else needed the core: then there is no spinning for a while, and
-    if that goes on, for longer and longer. And whoever spins keeps the interpreter, or a
+    time on another core. The gauge keeps the typical wait. A long gap between two looks
+    means that somebody else computes on this core (other workers, to whom it is left at
+    each look, are back sooner): then there is no spinning for a while, and if that goes
+    on, for longer and longer. And whoever spins keeps the interpreter, or a
     core, from other threads of the process: if these are busy, it does so only briefly.
     """
 
