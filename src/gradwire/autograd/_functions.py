@@ -38,6 +38,13 @@ CHAIN_END = ANCHOR.view_as(ANCHOR)
 
 _TOKEN = torch.zeros(())
 
+# Of the nodes that are ready, the engine takes the one with the highest number, which
+# elsewhere counts the nodes that a thread has made. What others wait for goes first
+# (after accumulators, which have the highest of all). What makes us wait comes last, for
+# meanwhile there may be something else to do: its number is that of the message in its
+# context, so that the latest is waited for first, as it is answered first.
+_FIRST = 2**64 - 2
+
 
 def _make_token() -> Tensor:
     return _TOKEN.detach()  # costs less than memory of its own, which nobody needs
@@ -50,6 +57,7 @@ class Send(torch.autograd.Function):
     def forward(ctx: Any, message: SentMessage, *tensors: Tensor) -> Tensor:
         """Returns the token."""
         ctx.set_materialize_grads(False)
+        ctx._set_sequence_nr(message.event)
         ctx.message = message
         return _make_token()
 
@@ -77,6 +85,7 @@ class Recv(torch.autograd.Function):
         """
         # A missing gradient travels as a mark, not as zeros.
         ctx.set_materialize_grads(False)
+        ctx._set_sequence_nr(_FIRST)
         ctx.message, ctx.num_tokens = message, len(tokens)
         token = _make_token()
         if keeps_token:
