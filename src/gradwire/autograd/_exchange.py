@@ -176,7 +176,7 @@ class Exchange:
 
     def wait_for_children(self, run: Run) -> None:
         for rank, outcome in run.children.items():
-            self._wait(run, outcome, rank)
+            self._wait(run, outcome, rank, "the end of a pass")
         if run.failure is not None:
             raise run.failure
 
@@ -185,9 +185,9 @@ class Exchange:
         if side.state.broken is not None:
             raise self.agent.rebuild(side.state.broken)
 
-    def _wait(self, run: Run, outcome: Outcome, rank: int) -> Any:
+    def _wait(self, run: Run, outcome: Outcome, rank: int, what: str) -> Any:
         peer = self.agent.network.find(rank)
-        if not self.agent.wait_for(outcome, peer, run.limit):
+        if not self.agent.wait_for(outcome, peer, what, run.limit):
             raise BackwardTimeout(
                 f"a backward pass over {run.side.label} reached its limit while it waited "
                 f"for worker {peer.info.name!r} (rank {rank})",
@@ -299,7 +299,7 @@ class Exchange:
             if answer is not WAIT:
                 return answer
             outcome = run.waiting[event] = Outcome()
-        return self._wait(run, outcome, peer)
+        return self._wait(run, outcome, peer, "gradients")
 
     def ship(
         self,

@@ -480,7 +480,7 @@ class Agent:
             own_limit = time.monotonic() + timeout_s
             limit = min(limit, own_limit) if limit else own_limit
         if peer is not None and not call.done:
-            self._read_until(link, peer, call, limit)
+            self._read_until(link, peer, call, limit, call.target)
         if not call.done:
             link.waits_elsewhere(+1)
             try:
@@ -489,12 +489,15 @@ class Agent:
                 link.waits_elsewhere(-1)
         return call.done
 
-    def wait_for(self, outcome: Outcome, peer: Peer, limit: float = 0.0) -> bool:
+    def wait_for(
+        self, outcome: Outcome, peer: Peer, what: str, limit: float = 0.0
+    ) -> bool:
         """Waits for something that a message of ``peer`` brings.
 
         Args:
             outcome: What is waited for. Whoever loses the peer must finish it too.
             peer: Whose connection is read meanwhile, if nobody else reads it.
+            what: See `Link.read_as_caller`.
             limit: On the monotonic clock, 0 for none but the peer's life.
 
         Returns:
@@ -505,7 +508,9 @@ class Agent:
         link = peer.link
         with shielded():
             if link is not None:
-                self._read_until(link, peer, outcome, limit, unless_under_way=True)
+                self._read_until(
+                    link, peer, outcome, limit, what, unless_under_way=True
+                )
             if not outcome.done:
                 if link is not None:
                     link.waits_elsewhere(+1)
@@ -523,6 +528,7 @@ class Agent:
         peer: Peer,
         outcome: Outcome,
         limit: float,
+        what: str,
         *,
         unless_under_way: bool = False,
     ) -> None:
@@ -535,11 +541,13 @@ class Agent:
             return
         if in_turn and turn is not None:
             call_for_help()
-            link.read_in_turn(turn, outcome, limit, unless_under_way=unless_under_way)
+            link.read_in_turn(
+                turn, outcome, limit, what, unless_under_way=unless_under_way
+            )
         else:
             about_to_block()
             link.read_as_caller(
-                outcome, limit, peer.calls, unless_under_way=unless_under_way
+                outcome, limit, peer.calls, what, unless_under_way=unless_under_way
             )
 
     def _wait_for_others(

@@ -27,6 +27,7 @@ __all__ = ["Link", "LinkOwner"]
 
 _MOST_HELD = 64
 _MOST_PASSED_ON = 3  # a call or two back belong to most conversations
+_MOST_GAUGES = 64
 _SLICE_S = 0.05  # how long a caller reads before it looks whether it still has to
 
 
@@ -79,7 +80,8 @@ class Link:
         self._pool = pool
         self._owner = owner
         self._fileno = connection.fileno()
-        self._gauge = SpinGauge()
+        self._gauge = SpinGauge()  # for what comes unasked
+        self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
         self._is_ready = readiness(self._fileno)
         # Guards all below: readers, senders, those who handle what was read, the monitor.
@@ -255,6 +257,7 @@ class Link:
         outcome: Outcome,
         deadline: float,
         calls: Sized,
+        what: str,
         *,
         unless_under_way: bool = False,
     ) -> None:
@@ -270,6 +273,8 @@ class Link:
             outcome: What the caller waits for.
             deadline: When to stop in any case, 0 for never.
             calls: The calls that are in flight on this link.
+            what: What kind of thing the caller waits for: how long it took so far tells
+                whether to spin.
             unless_under_way: What is waited for may have been read already, and be on
                 its way through the pool: then do not read.
         """
@@ -283,7 +288,8 @@ class Link:
         before = current_turn()
         set_turn(turn)
         try:
-            self._read_until(turn, outcome, deadline, _MOST_PASSED_ON)
+            gauge = self._gauge_of(what)
+            self._read_until(turn, outcome, deadline, gauge, _MOST_PASSED_ON)
         finally:
             set_turn(before)
             # A caller that calls again and again waits for its next answer in a moment:
@@ -303,6 +309,7 @@ class Link:
         turn: Turn,
         outcome: Outcome,
         deadline: float,
+        what: str,
         *,
         unless_under_way: bool = False,
     ) -> None:
@@ -317,19 +324,29 @@ class Link:
                 return
             turn.serving_since = 0.0
         try:
-            self._read_until(turn, outcome, deadline)
+            self._read_until(turn, outcome, deadline, self._gauge_of(what))
         finally:
             turn.serving_since = time.monotonic()
+
+    def _gauge_of(self, what: str) -> SpinGauge:
+        """Of the waits for one kind of thing; of all the others, if there are too many."""
+        gauge = self._gauges.get(what)
+        if gauge is None:
+            if len(self._gauges) >= _MOST_GAUGES:
+                what = ""
+            gauge = self._gauges.setdefault(what, SpinGauge())
+        return gauge
 
     def _read_until(
         self,
         turn: Turn,
         outcome: Outcome,
         deadline: float,
+        gauge: SpinGauge,
         most_passed_on: float = math.inf,
     ) -> None:
         while not outcome.done and most_passed_on > 0:
-            interruptible(self._wait, deadline)
+            interruptible(self._wait, deadline, gauge)
             frames = self._receive()
             if frames:
                 most_passed_on -= self._pass_on_requests(frames)
@@ -362,14 +379,14 @@ class Link:
             if self._reader is None and not self._reading_wanted:
                 self._arm(read=True)
 
-    def _wait(self, deadline: float) -> None:
+    def _wait(self, deadline: float, gauge: SpinGauge) -> None:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
-        if self._num_waiting or not self._gauge.spin(self._is_ready):
+        if self._num_waiting or not gauge.spin(self._is_ready):
             left = deadline - time.monotonic() if deadline else _SLICE_S
             # In slices: something else than this connection may end the wait.
             self._is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
-            self._gauge.note(time.perf_counter() - start)
+            gauge.note(time.perf_counter() - start)
 
     # ----------------------------------------------------------------------- handling
 

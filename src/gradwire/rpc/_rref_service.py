@@ -737,7 +737,8 @@ class _CallScope(Scope):
         unconfirmed, self._unconfirmed = self._unconfirmed, []
         agent = self._service.agent
         for user in unconfirmed:
-            agent.wait_for(user.confirmation, agent.network.find(user.owner.id))
+            owner = agent.network.find(user.owner.id)
+            agent.wait_for(user.confirmation, owner, "confirmation")
             user.check()
         return None
 

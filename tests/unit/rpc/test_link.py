@@ -80,7 +80,7 @@ def test_caller_leaves_the_reading_to_those_who_serve():
         for number in range(20):
             peer.send(b"request %d" % number)
 
-        link.read_as_caller(never, deadline, [never])
+        link.read_as_caller(never, deadline, [never], "never")
 
         assert time.monotonic() < deadline, "it did not stop"
         link.waits_elsewhere(+1)
@@ -92,4 +92,39 @@ def test_caller_leaves_the_reading_to_those_who_serve():
     finally:
         link.close()
         peer.close()
+        pool.close(LIMIT_S)
+
+
+def test_waits_for_slow_things_do_not_end_the_spinning_for_quick_ones():
+    ours, theirs = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    link = Link(StreamConnection("test", ours, Limits()), pool, Owner())
+    try:
+        for _ in range(50):
+            link._gauge_of("training").note(10.0)
+            link._gauge_of("gradients").note(20e-6)
+
+        assert not link._gauge_of("training").spin(lambda _: True)
+        assert link._gauge_of("gradients").spin(lambda _: True)
+    finally:
+        link.close()
+        theirs.close()
+        pool.close(LIMIT_S)
+
+
+def test_gauges_of_very_many_kinds_of_waits_are_bounded():
+    ours, theirs = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    link = Link(StreamConnection("test", ours, Limits()), pool, Owner())
+    try:
+        known = link._gauge_of("known")
+        for number in range(10_000):
+            link._gauge_of(f"a function of its own, {number}")
+
+        assert len(link._gauges) < 100
+        assert link._gauge_of("known") is known
+        assert link._gauge_of("one more") is link._gauge_of("and another")
+    finally:
+        link.close()
+        theirs.close()
         pool.close(LIMIT_S)
