@@ -18,6 +18,9 @@ import functions
 import probes
 from gradwire import rpc
 from gradwire.errors import CallTimeout
+from gradwire.rpc._turn import current_turn
+from gradwire.transport._stream import StreamConnection
+from gradwire.wire import Reply, kind_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,6 +56,52 @@ def bounce(depth: int, there: str, here: str, meeting: str, parties: int) -> int
         return 0
     below = call(there, bounce, depth - 1, here, there, meeting, parties)
     return 1 + int(below)
+
+
+def keep_busy(duration_s: float) -> bool:
+    """Keeps busy for a while; returns whether more requests had come in the same turn."""
+    end = time.perf_counter() + duration_s
+    while time.perf_counter() < end:
+        pass
+    turn = current_turn()
+    return turn is not None and bool(turn.rest)
+
+
+def answers_of_burst(to: str, duration_s: float) -> list[tuple[bool, bool]]:
+    """For calls that come in a burst: whether more had come, and the answer was held."""
+    for _ in range(200):
+        rpc.rpc_sync(to, watch_held_answers)
+        calls = [rpc.rpc_async(to, keep_busy, (duration_s,)) for _ in range(8)]
+        had_more = [call.wait() for call in calls]
+        held = rpc.rpc_sync(to, held_answers)[-len(calls) :]
+        if any(had_more):
+            return list(zip(had_more, held, strict=True))
+    raise AssertionError("no two requests were ever read together")
+
+
+_held: list[bool] = []
+
+
+def watch_held_answers() -> None:
+    """From now on, notes of what this worker sends whether it is held back."""
+    _held.clear()
+    if StreamConnection.send is not _send:
+        return
+
+    def send(self: Any, head: bytes, buffers: Any = (), *, hold: bool = False) -> Any:
+        if head[0] == kind_of(Reply):
+            _held.append(hold)
+        return _send(self, head, buffers, hold=hold)
+
+    StreamConnection.send = send  # type: ignore[method-assign]
+
+
+def held_answers() -> list[bool]:
+    StreamConnection.send = _send  # type: ignore[method-assign]
+    return list(_held)
+
+
+_send = StreamConnection.send
 
 
 def start_chains(here: str, there: str, meeting: str) -> list[int]:
@@ -375,6 +424,11 @@ def test_long_c_call_that_holds_the_interpreter_only_delays(cluster):
     value, _ = cluster.run(0, call_during, "w1", hold_interpreter, 10_000_000)
 
     assert value == 49_999_995_000_000
+
+
+def test_answers_that_took_their_time_leave_at_once(cluster):
+    for had_more, was_held in cluster.run(0, answers_of_burst, "w1", 200e-6):
+        assert not (had_more and was_held)
 
 
 def test_many_threads_call_one_worker(cluster):

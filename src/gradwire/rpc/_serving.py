@@ -55,6 +55,7 @@ INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
 """Begin of the names of functions that agents call for themselves."""
 
 _SLOW_S = 500e-6
+_QUICK_S = 50e-6
 _SLOW_TIMES = 3
 
 _LATER = (types.CoroutineType, _future.Later)
@@ -192,7 +193,9 @@ class Server:
             del args, kwargs
             request.fail(error)
             return
-        self._note_duration(call.target, time.perf_counter() - start)
+        took_s = time.perf_counter() - start
+        request.was_quick = took_s < _QUICK_S
+        self._note_duration(call.target, took_s)
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
@@ -323,6 +326,7 @@ class _Request:
         "peer",
         "scopes",
         "target",
+        "was_quick",
     )
 
     def __init__(
@@ -341,6 +345,7 @@ class _Request:
         self._link = link
         self.peer = peer
         self.is_waiting = False  # for a future: no thread is held
+        self.was_quick = False
         self.target = target
         self._id = call_id
         self.scopes: list[tuple[str, Scope]] = []
@@ -467,8 +472,14 @@ class _Request:
     def _write(self, outgoing: Outgoing) -> Ticket | None:
         try:
             turn = current_turn()
-            # More requests follow in this turn: their answers leave together.
-            hold = turn is not None and turn.link is self._link and bool(turn.rest)
+            # More requests follow in this turn: their answers leave together, unless that
+            # takes longer than a write does.
+            hold = (
+                self.was_quick
+                and turn is not None
+                and turn.link is self._link
+                and bool(turn.rest)
+            )
             return self._link.send(outgoing.head, outgoing.buffers, hold=hold)
         except TransportError:
             _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
