@@ -413,3 +413,15 @@ def set_environment(values: dict[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def grad_modes_of_callbacks(to: str) -> list[bool]:
+    """What callbacks see that come while a handler waits inside ``no_grad``."""
+    seen = []
+    with torch.no_grad():
+        for _ in range(20):
+            answer = rpc.rpc_async(to, functions.add, args=(1, 2))
+            mode = answer.then(lambda _: torch.is_grad_enabled())
+            rpc.rpc_sync(to, functions.add, args=(3, 4))
+            seen.append(mode.wait())
+    return seen

@@ -246,7 +246,14 @@ class _OneProcess(Machine):
             if gradient is not None:
                 key = ("dict", self.context, *label)
                 before = self.gradients.get(key)
-                self.gradients[key] = gradient if before is None else before + gradient
+                if before is None:
+                    self.gradients[key] = gradient
+                elif (
+                    before.is_sparse
+                ):  # sparse + dense is not defined, dense + sparse is
+                    self.gradients[key] = gradient + before
+                else:
+                    self.gradients[key] = before + gradient
 
     def take_gradient(self, act: TakeGradient) -> None:
         frame = self.frames[act.frame]

@@ -581,7 +581,10 @@ class Agent:
             self.departure.check()
 
     def _run_callback(self, callback: Callable[[], None]) -> None:
-        if self.pool.is_pool_thread:
+        turn = current_turn()
+        # Not in the middle of a handler that waits: what it has set for its thread, such
+        # as no_grad, is not for others, and neither is it to wait for them.
+        if self.pool.is_pool_thread and (turn is None or not turn.is_callers):
             self.pool.ensure_follower()
             callback()
         else:

@@ -278,7 +278,7 @@ class Link:
             unless_under_way: What is waited for may have been read already, and be on
                 its way through the pool: then do not read.
         """
-        turn = Turn(self)
+        turn = Turn(self, is_callers=True)
         with self._lock:
             if self._reader is not None or (unless_under_way and self._undelivered):
                 return
@@ -318,15 +318,19 @@ class Link:
         It keeps its turn: another thread that were woken to read would only fight with it
         for the interpreter lock.
         """
-        self._handle_rest(turn)
-        with self._lock:
-            if turn.is_over or (unless_under_way and self._undelivered):
-                return
-            turn.serving_since = 0.0
+        was_callers, turn.is_callers = turn.is_callers, True
         try:
-            self._read_until(turn, outcome, deadline, self._gauge_of(what))
+            self._handle_rest(turn)
+            with self._lock:
+                if turn.is_over or (unless_under_way and self._undelivered):
+                    return
+                turn.serving_since = 0.0
+            try:
+                self._read_until(turn, outcome, deadline, self._gauge_of(what))
+            finally:
+                turn.serving_since = time.monotonic()
         finally:
-            turn.serving_since = time.monotonic()
+            turn.is_callers = was_callers
 
     def _gauge_of(self, what: str) -> SpinGauge:
         """Of the waits for one kind of thing; of all the others, if there are too many."""

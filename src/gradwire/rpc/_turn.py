@@ -56,10 +56,11 @@ _local = _Local()
 class Turn:
     """One thread's turn. Its `Link` guards the fields, all but ``rest``."""
 
-    __slots__ = ("is_over", "link", "rest", "serving_since")
+    __slots__ = ("is_callers", "is_over", "link", "rest", "serving_since")
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, is_callers: bool = False) -> None:
         self.link = link
+        self.is_callers = is_callers  # its thread waits in the middle of something else
         self.is_over = False
         self.serving_since = 0.0  # 0: it reads or waits, which never takes long
         # Frames that were read and not handled, the next one last. Both the turn's thread
