@@ -419,9 +419,9 @@ def grad_modes_of_callbacks(to: str) -> list[bool]:
     """What callbacks see that come while a handler waits inside ``no_grad``."""
     seen = []
     with torch.no_grad():
-        for _ in range(20):
-            answer = rpc.rpc_async(to, functions.add, args=(1, 2))
-            mode = answer.then(lambda _: torch.is_grad_enabled())
-            rpc.rpc_sync(to, functions.add, args=(3, 4))
+        for number in range(10):
+            # Blocked until the callback is there: else it would run where it is added.
+            with blocked_call(to, f"callback {to} {number}") as future:
+                mode = future.then(lambda _: torch.is_grad_enabled())
             seen.append(mode.wait())
     return seen
