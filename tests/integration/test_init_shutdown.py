@@ -31,6 +31,9 @@ from gradwire.errors import (
     UnknownWorker,
     UsageError,
 )
+from gradwire.rpc._api import current_agent
+from gradwire.rpc._link import Link
+from gradwire.wire import Goodbye, kind_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -694,6 +697,47 @@ def test_shutdown_at_once_fails_the_calls_of_others(bare, file_url):
 
     assert bare.run(1, finish_to_leave)
     assert bare.run(0, api.call, "w2", api.worker_name) == "w2"  # the others go on
+
+
+def block_elsewhere(name):
+    """A handler that waits for a call of its own."""
+    return rpc.rpc_sync("w2", functions.block_until_set, args=(name,))
+
+
+def call_one_that_leaves_while_it_calls(name):
+    with pytest.raises(PeerLostError, match="'w1'"):
+        rpc.rpc_sync("w1", block_elsewhere, args=(name,))
+
+
+def leave_with_a_slow_goodbye():
+    """Leaves, and lets handlers that fail thereby answer before anybody hears of it."""
+    agent = current_agent()
+    send = Link.send
+
+    def send_slowly(self: Link, head: bytes, *args: Any, **kwargs: Any) -> Any:
+        if head[0] == kind_of(Goodbye):
+            limit = time.monotonic() + api.LIMIT_S
+            while agent.num_active and time.monotonic() < limit:
+                time.sleep(0.001)  # until the handler is over
+        return send(self, head, *args, **kwargs)
+
+    Link.send = send_slowly  # type: ignore[method-assign]
+    try:
+        rpc.shutdown(graceful=False)
+    finally:
+        Link.send = send  # type: ignore[method-assign]
+
+
+def test_handler_whose_worker_leaves_did_not_fail(bare, file_url):
+    join_all(bare, file_url)
+    caller = bare.start(0, call_one_that_leaves_while_it_calls, "elsewhere")
+    bare.run(2, functions.wait_until_blocked, "elsewhere")
+
+    try:
+        bare.run(1, leave_with_a_slow_goodbye)
+        caller.result(10)
+    finally:
+        bare.run(2, functions.set_event, "elsewhere")
 
 
 # ------------------------------------------------------------------------------- to look

@@ -23,6 +23,7 @@ from gradwire.errors import (
     EncodeError,
     GradwireError,
     LimitExceeded,
+    NotInitialized,
     TransportError,
     UsageError,
 )
@@ -402,6 +403,13 @@ class _Request:
             keeper.keep(value, error)
 
     def fail(self, error: BaseException) -> None:
+        if isinstance(error, NotInitialized) and self._server._agent.network.is_closing:
+            # The function has not failed: we end, and so did a call that it waited for.
+            # Our goodbye tells that to the caller, who may then try elsewhere.
+            self._fail_scopes(error)
+            error.__traceback__ = None
+            self._server.finished(self)
+            return
         if self._keeper is not None:
             self._keep(None, error)
             error.__traceback__ = None
