@@ -82,6 +82,7 @@ any_autocast: Callable[[], bool] = _private("_C._is_any_autocast_enabled")
 _forward_ad = _private("autograd.forward_ad")
 _private("autograd.forward_ad._current_level")
 _private("autograd.Function._backward_cls.apply")
+_private("autograd.Function._backward_cls._set_sequence_nr")
 
 _top_saving_hooks: Callable[[bool], Any] = _private(
     "_C._autograd._top_saved_tensors_default_hooks"

@@ -402,6 +402,8 @@ class Link:
             return []
         if frames:
             self.last_received = time.monotonic()
+            with self._lock:  # all at once: none may be taken for the last one
+                self._undelivered += len(frames)
         return frames
 
     def silence(self, now: float) -> float:
@@ -423,8 +425,6 @@ class Link:
         is_request = self._owner.is_request
         requests = [frame for frame in frames if is_request(frame)]
         if requests:
-            with self._lock:
-                self._undelivered += len(requests)
             frames[:] = [frame for frame in frames if not is_request(frame)]
             self._submit(requests)
         return len(requests)
@@ -437,8 +437,6 @@ class Link:
         rest = turn.rest
         now = time.monotonic()
         self._owner.turn_begins(now)
-        with self._lock:
-            self._undelivered += len(frames)
         if len(frames) == 1 and not rest:
             turn.serving_since = now
             self._pool.ensure_follower()

@@ -35,9 +35,7 @@ __all__ = ["rebuild_tensors"]
 
 _KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED | TRACKED
 _MAX_NBYTES = 2**63 - 1
-_MOST_REPEATED = (
-    1 << 32
-)  # more is left to the long way, which knows how far torch can count
+_MOST_REPEATED = 1 << 32  # more is left to the long way
 _NO_DTYPE = (None, 0)
 _NUM_PARTS_COO = 2
 _NUM_PARTS_COMPRESSED = 3

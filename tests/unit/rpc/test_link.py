@@ -128,3 +128,41 @@ def test_gauges_of_very_many_kinds_of_waits_are_bounded():
         link.close()
         theirs.close()
         pool.close(LIMIT_S)
+
+
+def test_end_is_not_reported_before_an_answer_that_came_with_a_request():
+    class Watcher(Owner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def is_request(self, frame: Frame) -> bool:
+            return frame.head.startswith(b"request")
+
+        def accept(self, link: Link, frame: Frame) -> Any:
+            self.seen.append(frame.head.decode())
+
+        def link_ended(self, link: Link, reason: str) -> None:
+            self.seen.append("end")
+
+    sender, receiver = socket.socketpair()
+    peer = StreamConnection("test", sender, Limits())
+    pool = WorkerPool("test", 1, lambda: None)
+    # As if its threads were always faster than the one that reads.
+    pool.submit = lambda *work: [piece() for piece in work]  # type: ignore[method-assign, assignment, func-returns-value]
+    owner = Watcher()
+    link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
+    never = Outcome()
+    try:
+        peer.send(b"request")
+        peer.send(b"answer")
+        link.connection.end = "it closed the connection"
+
+        link.read_as_caller(never, time.monotonic() + 0.05, [never], "never")
+
+        assert sorted(owner.seen[:2]) == ["answer", "request"]
+        assert owner.seen[2:] == ["end"]
+    finally:
+        link.close()
+        peer.close()
+        pool.close(LIMIT_S)
