@@ -19,6 +19,7 @@ import autograd_programs as programs
 import functions
 from autograd_functions import call, call_async, parameter
 from gradwire import autograd, rpc
+from gradwire.autograd._exchange import Exchange
 from gradwire.errors import GraphConsumed, UsageError
 from on_worker import on_worker
 
@@ -548,3 +549,44 @@ def test_handler_that_never_calls_back_does_not_disturb_a_pass():
         lambda: call("w2", handlers.linear, parameter("x")).sum().backward()
     )
     fn.assert_same(found, expected.gradients)
+
+
+# --------------------------------------------------------- the order in which it waits
+
+
+@on_worker(0)
+def test_worker_in_the_middle_waits_for_replies_before_requests():
+    """What it ships for the replies is what those that it has asked wait for."""
+    x = parameter("x").detach()
+    with autograd.context() as ctx:
+        # Its events: request 0, its answer, reply 2, request 3, its answer, reply 5.
+        total = sum(
+            call("w1", handlers.affine_relay, "w2", handlers.linear, x).sum()
+            for _ in range(2)
+        )
+        fn.outside(call, "w1", begin_to_note_waits)
+        ctx.backward(total)
+    waits = call("w1", noted_waits)
+
+    assert waits == [5, 2, 3, 0]
+
+
+_waits: list[int] = []
+_patch = pytest.MonkeyPatch()
+
+
+def begin_to_note_waits() -> None:
+    wait = Exchange.await_answer
+
+    def noting(self: Exchange, side: Any, run: Any, event: int, peer: int) -> Any:
+        _waits.append(event)
+        return wait(self, side, run, event, peer)
+
+    _patch.setattr(Exchange, "await_answer", noting)
+
+
+def noted_waits() -> list[int]:
+    _patch.undo()
+    waits = _waits.copy()
+    _waits.clear()
+    return waits

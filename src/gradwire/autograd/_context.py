@@ -12,7 +12,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from gradwire.autograd._functions import CHAIN_END, apply_recv, apply_send, token_of
+from gradwire.autograd._functions import (
+    CHAIN_END,
+    apply_recv,
+    apply_send,
+    token_of,
+    urgency_of_reply,
+    urgency_of_request,
+)
 from gradwire.autograd._messages import is_implicit
 from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 from gradwire.autograd._passes import ContextState, PassId, TellNone
@@ -128,6 +135,7 @@ class Side:
         # Messages that have left, or are about to, and whose nodes are not made yet.
         self._unrecorded: list[tuple[SentMessage, Leaving]] = []
         self.num_sends = 0
+        self.num_requests = 0  # that arrived
         self.recvs: list[Received] = []
         self.gradients: dict[Tensor, Tensor] = {}
         self.calls: set[Note] = set()  # of ours, in flight
@@ -143,12 +151,27 @@ class Side:
         self.finish_sends()
         return number
 
-    def announce_send(self, peer: int, tensors: Leaving) -> tuple[int, PassId | None]:
-        """As `record_send`, but leaves the node to `finish_sends`, or to who needs it."""
+    def announce_send(
+        self, peer: int, tensors: Leaving, reply_to: int | None = None
+    ) -> tuple[int, PassId | None]:
+        """As `record_send`, but leaves the node to `finish_sends`, or to who needs it.
+
+        Args:
+            peer: Where it goes.
+            tensors: What goes.
+            reply_to: If it is a reply: the place of its request among those that arrived.
+        """
         with self.lock:
             self.state.meet(peer)
             event = self.state.record_send(peer)
-            message = SentMessage(self._exchange, self, event, peer, len(tensors))
+            urgency = (
+                urgency_of_request(event)
+                if reply_to is None
+                else urgency_of_reply(reply_to)
+            )
+            message = SentMessage(
+                self._exchange, self, event, peer, len(tensors), urgency
+            )
             self._unrecorded.append((message, tensors))
             self.num_sends += 1
             return event, self.state.begun

@@ -23,7 +23,16 @@ from gradwire.autograd._torch_private import call_backward_directly
 if TYPE_CHECKING:
     from gradwire.autograd._nodes import ReceivedMessage, SentMessage
 
-__all__ = ["ANCHOR", "CHAIN_END", "apply_recv", "apply_send", "apply_start", "token_of"]
+__all__ = [
+    "ANCHOR",
+    "CHAIN_END",
+    "apply_recv",
+    "apply_send",
+    "apply_start",
+    "token_of",
+    "urgency_of_reply",
+    "urgency_of_request",
+]
 
 # Torch's own declarations of these methods are loose.
 # mypy: disable-error-code="override,no-untyped-call"
@@ -41,9 +50,26 @@ _TOKEN = torch.zeros(())
 # Of the nodes that are ready, the engine takes the one with the highest number, which
 # elsewhere counts the nodes that a thread has made. What others wait for goes first
 # (after accumulators, which have the highest of all). What makes us wait comes last, for
-# meanwhile there may be something else to do: its number is that of the message in its
-# context, so that the latest is waited for first, as it is answered first.
+# meanwhile there may be something else to do; and of that, replies before requests, since
+# gradients of replies come from where the loss is, and let us ship others, for which the
+# workers that we have asked wait. The latest is waited for first, as it is answered first.
 _FIRST = 2**64 - 2
+_FIRST_REPLY = 1000
+
+
+def urgency_of_request(event: int) -> int:
+    """The engine's number for the send of a request, by its place in its context."""
+    return min(event, _FIRST_REPLY - 1)
+
+
+def urgency_of_reply(arrival: int) -> int:
+    """The engine's number for the send of a reply.
+
+    Args:
+        arrival: The place of its request among those that arrived. The worker that has
+            sent them waits for them in that order, and not in the order of the replies.
+    """
+    return _FIRST_REPLY + arrival
 
 
 def _make_token() -> Tensor:
@@ -57,7 +83,7 @@ class Send(torch.autograd.Function):
     def forward(ctx: Any, message: SentMessage, *tensors: Tensor) -> Tensor:
         """Returns the token."""
         ctx.set_materialize_grads(False)
-        ctx._set_sequence_nr(message.event)
+        ctx._set_sequence_nr(message.urgency)
         ctx.message = message
         return _make_token()
 

@@ -26,16 +26,32 @@ __all__ = ["ReceivedMessage", "SentMessage"]
 class SentMessage:
     """What a `Send` node knows: a message of ours whose gradients are waited for."""
 
-    __slots__ = ("_count", "_exchange", "_mark", "event", "is_changed", "name", "peer")
+    __slots__ = (
+        "_count",
+        "_exchange",
+        "_mark",
+        "event",
+        "is_changed",
+        "name",
+        "peer",
+        "urgency",
+    )
 
     def __init__(
-        self, exchange: Exchange, side: Side, event: int, peer: int, count: int
+        self,
+        exchange: Exchange,
+        side: Side,
+        event: int,
+        peer: int,
+        count: int,
+        urgency: int,
     ) -> None:
         self._exchange = exchange
         self.name = side.name  # never the side itself: nodes must not keep it alive
         self._mark = side.mark
         self.event = event
         self.peer = peer
+        self.urgency = urgency  # see `_functions`
         self._count = count
         self.is_changed = False  # its tensors were, before the node could be made
 

@@ -295,6 +295,8 @@ class Recorder(Interceptor):
             side.into_grad = into_grad
             with side.lock:
                 side.join(peer.info.id, call.after, call.consumed)
+                scope.arrival = side.num_requests
+                side.num_requests += 1
         if call.flags & MESSAGE_HAS_HISTORY and scope.side:
             answers = scope.side.record_recv(
                 peer.info.id,
@@ -453,6 +455,7 @@ class _CallScope(Scope):
         "_label",
         "_name",
         "_peer",
+        "arrival",
         "records",
         "side",
     )
@@ -474,6 +477,7 @@ class _CallScope(Scope):
         self._is_implicit = call is None or call.key is None
         self._flags = 0 if call is None else call.flags
         self.records = not self._flags & NOT_RECORDED
+        self.arrival = 0  # a call that is a context of its own has one request
         self.side: Side | None = None
 
     def enter_handler(self) -> AbstractContextManager[None] | None:
@@ -504,7 +508,9 @@ class _CallScope(Scope):
             )
         side.is_serving = False
         history = leaving([tensors[i] for i in tracked])
-        self._event, after = side.announce_send(self._peer.info.id, history)
+        self._event, after = side.announce_send(
+            self._peer.info.id, history, self.arrival
+        )
         self._exchange.unfinished.add(self)
         header = ReplyHeader(self._event, after)
         if not self._is_implicit:

@@ -32,6 +32,7 @@ from gradwire.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from gradwire.rpc._allocator import expect_large_blocks
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._exports import exports
@@ -172,6 +173,7 @@ class Agent:
 
     def start(self) -> WorkerRecord:
         """Listens and starts the threads; returns what others need to find us."""
+        expect_large_blocks()
         try:
             self.pool.start()
             record = self.network.start()

@@ -6,19 +6,25 @@ from typing import Any
 
 import torch
 
-from gradwire.autograd._functions import CHAIN_END, apply_recv, apply_send
+from gradwire.autograd._functions import (
+    CHAIN_END,
+    apply_recv,
+    apply_send,
+    urgency_of_reply,
+    urgency_of_request,
+)
 
 
 class Message:
     """Takes down when the engine comes to its node."""
 
-    event = 0
-
-    def __init__(self, order: list[str]) -> None:
+    def __init__(self, order: list[str], urgency: int = 0, name: str = "wait") -> None:
+        self.urgency = urgency
         self._order = order
+        self._name = name
 
     def await_gradients(self) -> list[None]:
-        self._order.append("wait")
+        self._order.append(self._name)
         return [None]
 
     def ship(self, gradients: Any) -> None:
@@ -55,3 +61,28 @@ def test_engine_ships_before_it_computes():
     torch.autograd.backward([received, z], [torch.ones(2), torch.ones(2)])
 
     assert order == ["ship", "compute"]
+
+
+def test_engine_waits_for_replies_before_requests():
+    order: list[str] = []
+    x = leaf()
+    urgencies = {
+        "early reply": urgency_of_reply(0),
+        "early request": urgency_of_request(1),
+        "late request": urgency_of_request(2),
+        "late reply": urgency_of_reply(1),
+        "request in a large context": urgency_of_request(10**6),
+    }
+    tokens = [
+        apply_send(Message(order, u, name), x * 1) for name, u in urgencies.items()
+    ]
+
+    torch.autograd.backward(tokens, [torch.zeros(())] * len(tokens))
+
+    assert order == [
+        "late reply",
+        "early reply",
+        "request in a large context",
+        "late request",
+        "early request",
+    ]
