@@ -20,7 +20,7 @@ def several_cores(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that moves by one microsecond with each look."""
+    """A clock that moves by one microsecond with each look; one thread is busy."""
 
     class Clock:
         now = 0.0
@@ -32,6 +32,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock.look)
+    monkeypatch.setattr(time, "process_time", lambda: clock.now)
     return clock
 
 
