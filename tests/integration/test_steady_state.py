@@ -57,8 +57,8 @@ OTHERS = {
     *("sched_getaffinity", "exit"),
 }
 IDLE_FUNCTIONS = (
-    ("_agent.py", "_tick"),
-    ("_agent.py", "_round"),
+    ("_rounds.py", "_tick"),
+    ("_rounds.py", "_round"),
     ("_link.py", "keep_house"),
 )
 IDLE_CODE = (
@@ -196,7 +196,7 @@ def test_no_code_of_security_or_heartbeats_runs_in_a_call(make_cluster, name):
     caller, callee = (workers.run(rank, what_ran) for rank in range(2))
 
     # Both saw the calls: this looks at the right threads.
-    assert caller["_agent.py", "call"] == NUM_CALLS
+    assert caller["_calling.py", "call"] == NUM_CALLS
     assert callee["_serving.py", "serve"] > NUM_CALLS / 2
     for ran in (caller, callee):
         assert [place for place in ran if place[0] in IDLE_CODE] == []

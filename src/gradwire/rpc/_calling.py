@@ -1,0 +1,452 @@
+"""Making calls: encoding and sending them, and what becomes of their answers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradwire._config import UNSET_TIMEOUT
+from gradwire.errors import CallTimeout, TransportError
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._context import serving_agent
+from gradwire.rpc._future import Future, _refuse_in_event_loop
+from gradwire.rpc._interceptors import Note
+from gradwire.rpc._link import Link
+from gradwire.rpc._peer import Peer
+from gradwire.rpc._resending import (
+    LOST,
+    Resending,
+    call_again,
+    is_idempotent,
+    may_be_sent_again,
+)
+from gradwire.rpc._serving import (
+    INTERNAL_PREFIX,
+    POSITIONAL,
+    WITH_FUNCTION,
+    WITH_KEYWORDS,
+)
+from gradwire.rpc._signals import interruptible, shielded
+from gradwire.rpc._turn import current_turn
+from gradwire.rpc._waiting import Waiting
+from gradwire.transport import Frame
+from gradwire.wire import (
+    Call,
+    Message,
+    Outgoing,
+    Reply,
+    decode_value,
+    encode,
+    set_compiler,
+    tracked_tensors,
+)
+
+if TYPE_CHECKING:
+    from gradwire.rpc._agent import Agent
+    from gradwire.rpc._rounds import Rounds
+
+__all__ = ["Caller"]
+
+_CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
+_FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
+
+
+class Caller:
+    """Makes the calls of one agent.
+
+    Args:
+        agent: Whose calls.
+        rounds: Looks at deadlines.
+    """
+
+    def __init__(self, agent: Agent, rounds: Rounds) -> None:
+        self._agent = agent
+        self._network = agent.network
+        self._pool = agent.pool
+        self._departure = agent.departure
+        self._interceptors = agent.interceptors
+        self._packing = agent.packing
+        self._serializer = agent.serializer
+        self._targets = agent.targets
+        self._rounds = rounds
+        self._waiting = Waiting(agent.network, self.expire)
+        self.wait_for = self._waiting.wait_for
+        self._ids = itertools.count(1)
+        self.num_started = 0
+
+    def call(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...] | list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Any:
+        """Calls a function on another worker and waits for the result."""
+        _refuse_in_event_loop()
+        compiler = set_compiler(None)  # it must not compile what is below, bit by bit
+        call = None
+        try:
+            with shielded():
+                call = self._start_call(to, function, args, kwargs, timeout, False)
+                try:
+                    self._waiting.wait_for_call_shielded(call, None)
+                except BaseException:  # a signal handler raised: nobody waits any more
+                    self._give_up(call)
+                    raise
+            if call.error is not None:
+                raise call.error
+        except LOST as error:
+            if not may_be_sent_again(function, error):
+                raise
+            deadline = self.deadline(timeout) if call is None else call.deadline
+            return call_again(self._agent, to, function, args, kwargs, deadline, error)
+        finally:
+            set_compiler(compiler)
+        if call.notice is not None:
+            call.notice()
+        return call.value
+
+    def call_async(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...] | list[Any] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Future[Any]:
+        """Calls a function on another worker; the result comes through a future."""
+        if not is_idempotent(function):
+            return self._call_async(to, function, args, kwargs, timeout)
+        future = Future[Any](executor=self._run_callback)
+
+        def send(timeout: float) -> Future[Any]:
+            return self._call_async(to, function, args, kwargs, timeout)
+
+        Resending(self._agent, send, to, timeout, future)
+        return future
+
+    def make(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        making: object,
+    ) -> Future[None]:
+        """Calls a function whose result stays on the other worker.
+
+        Args:
+            to: As in `call`; likewise the others.
+            function: Likewise.
+            args: Likewise.
+            kwargs: Likewise.
+            timeout: Likewise.
+            making: For the interceptor that keeps the result there.
+        """
+        return self._call_async(to, function, args, kwargs, timeout, making)
+
+    def _call_async(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...] | list[Any] | None,
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        making: object | None = None,
+    ) -> Future[Any]:
+        compiler = set_compiler(None)
+        try:
+            with shielded():
+                call = self._start_call(
+                    to, function, args, kwargs, timeout, True, making
+                )
+        finally:
+            set_compiler(compiler)
+        future = call.future
+        if future is None:  # it is done already: the peer was lost meanwhile
+            future = Future(outcome=call, executor=self._run_callback)
+            future._settle()
+        return future
+
+    def _start_call(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...] | list[Any] | None,
+        kwargs: dict[str, Any] | None,
+        timeout: float,
+        is_async: bool,
+        making: object | None = None,
+    ) -> PendingCall:
+        peer = self._network.find(to)
+        if not callable(function):
+            self._targets.check_callable(function)
+        deadline = self.deadline(timeout)
+        link = peer.link
+        if link is None or peer.fate is not None:
+            link = self._network.link_to(peer, deadline)
+        target = self._targets.name(function)
+        if type(args) is not tuple:
+            args = _as_tuple(args)
+        if kwargs is not None:
+            _check_keywords(kwargs)
+        value: tuple[Any, ...]
+        if target is None:
+            style, value = WITH_FUNCTION, (function, args, kwargs or {})
+        elif kwargs:
+            style, value = WITH_KEYWORDS, (args, kwargs)
+        else:
+            style, value = POSITIONAL, args
+        message = Call(next(self._ids), deadline, target, style)
+        label = target or repr(function)
+        notes: dict[str, Note] = {}
+        try:
+            outgoing = self._encode_call(message, value, peer, label, notes, making)
+            cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
+            self._take_credit(peer, cost, deadline, label)
+            call = PendingCall(
+                message.id,
+                label,
+                deadline,
+                cost,
+                link,
+                self._waiting.wait_for_call,
+                notes,
+            )
+            if is_async:
+                call.future = Future(outcome=call, executor=self._run_callback)
+            if not label.startswith(INTERNAL_PREFIX):
+                self.num_started += 1
+            self._send_call(link, peer, call, outgoing)
+        except BaseException:
+            for note in notes.values():
+                note.failed(was_sent=False)
+            raise
+        return call
+
+    def _take_credit(self, peer: Peer, cost: int, deadline: float, label: str) -> None:
+        credits_ = peer.calls.credits
+        if serving_agent.get() is not None:
+            credits_.force(cost)  # a handler that waited could be waited for itself
+        elif not credits_.take(cost, deadline):
+            raise CallTimeout(
+                f"the call of {label} on worker {peer.info.name!r} waited until its deadline "
+                f"for earlier calls: {len(peer.calls)} of them, {credits_.used} bytes, are "
+                "not answered (option max_inflight_bytes); it was not sent",
+                worker=peer.info.name,
+            )
+
+    def _send_call(
+        self, link: Link, peer: Peer, call: PendingCall, outgoing: Outgoing
+    ) -> None:
+        """Enters a call and sends it; if the peer is gone, the call has failed."""
+        peer.calls.add(call)
+        if call.future is not None and call.deadline:
+            self._rounds.note_deadline(call.deadline)
+        if peer.fate is not None:
+            # It was lost while we prepared: the table was emptied before we entered.
+            self.fail(peer, call, peer.error())
+            return
+        # In a flood the peer has enough to do: several calls go in one write, at the
+        # latest when somebody waits, when answers come, or when the monitor looks.
+        hold = call.future is not None and len(peer.calls) > _FLOOD
+        try:
+            ticket = link.send(outgoing.head, outgoing.buffers, hold=hold)
+        except TransportError:
+            self.fail(peer, call, self._agent.lost_error(peer))
+            return
+        except BaseException:
+            peer.calls.take(call.id)
+            raise
+        for note in call.notes.values():
+            note.sent()
+        if hold:
+            self._rounds.look_soon()
+        if ticket is not None:
+            left = call.deadline - time.monotonic() if call.deadline else None
+            # The peer reads at all times, so this ends with its life at the latest.
+            if not interruptible(ticket.wait, left):
+                ticket.detach()
+
+    def deadline(self, timeout: float) -> float:
+        """When a call with this limit ends, on the monotonic clock; 0: never."""
+        if timeout == UNSET_TIMEOUT or timeout is None:
+            timeout = self._agent.rpc_timeout
+        elif not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+            raise TypeError(
+                f"timeout must be a number of seconds, not {type(timeout).__name__}"
+            )
+        if not timeout >= 0:  # written so that it also refuses NaN
+            raise ValueError(
+                f"timeout must be at least 0 (0: none, -1: the default), found {timeout}"
+            )
+        return time.monotonic() + timeout if timeout else 0.0
+
+    def _encode_call(
+        self,
+        message: Call,
+        value: Any,
+        peer: Peer,
+        label: str,
+        notes: dict[str, Note],
+        making: object | None,
+    ) -> Outgoing:
+        """Encodes a call with the headers of the interceptors, and keeps their notes."""
+        if label.startswith(INTERNAL_PREFIX) or not self._interceptors:
+            return encode(message, value, serializer=self._serializer)
+        is_grad_enabled = torch.is_grad_enabled()
+        packer = self._packing.packer(peer)
+
+        def add_headers(
+            tensors: list[torch.Tensor], of_modules: set[int]
+        ) -> dict[int, int]:
+            headers, flags = {}, {}
+            for interceptor in self._interceptors:
+                if not (
+                    interceptor.sees_all_calls
+                    or interceptor in packer.used
+                    or making is not None
+                ):
+                    continue
+                note = interceptor.sending_call(
+                    peer,
+                    message.id,
+                    label,
+                    tensors,
+                    of_modules,
+                    is_grad_enabled,
+                    making,
+                )
+                if note is not None:
+                    notes[interceptor.name] = note
+                    addition = note.addition
+                    if addition.flags:
+                        flags.update(addition.flags)
+                    if addition.header is not None:
+                        headers[interceptor.name] = addition.header
+            message.headers = headers or None
+            return flags
+
+        try:
+            return encode(message, value, add_headers, packer, self._serializer)
+        except BaseException as error:
+            self._packing.discard(error)
+            raise
+
+    def _give_up(self, call: PendingCall) -> None:
+        peer = self._network.peer_of(call.link)
+        if peer is not None:
+            peer.calls.give_up(call)
+        call.drop_notes(has_failed=True)
+
+    def expire(self, peer: Peer, call: PendingCall) -> None:
+        """A call has reached its deadline."""
+        if peer.calls.give_up(call):
+            call.settle(
+                None,
+                CallTimeout(
+                    f"the call of {call.target} on worker {peer.info.name!r} (rank "
+                    f"{peer.info.id}) did not return before its deadline; it may still "
+                    "run there. Pass timeout= to give it longer (0: no limit)",
+                    worker=peer.info.name,
+                ),
+            )
+            self._departure.check()
+
+    def _run_callback(self, callback: Callable[[], None]) -> None:
+        turn = current_turn()
+        # Not in the middle of a handler that waits: what it has set for its thread, such
+        # as no_grad, is not for others, and neither is it to wait for them.
+        if self._pool.is_pool_thread and (turn is None or not turn.is_callers):
+            self._pool.ensure_follower()
+            callback()
+        else:
+            self._pool.submit(callback)
+
+    # ------------------------------------------------------------------ answers
+
+    def on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
+        call = peer.calls.take(message.id)  # type: ignore[attr-defined]
+        if call is None:
+            self._drop_answer(peer, message)
+            return
+        try:
+            self._finish_call(peer, call, message, frame)
+        except BaseException:
+            # A signal handler raised on a caller's thread; the call may be another's.
+            self._pool.submit(
+                functools.partial(self._finish_call, peer, call, message, frame)
+            )
+            raise
+
+    def _finish_call(
+        self, peer: Peer, call: PendingCall, message: Message, frame: Frame
+    ) -> None:
+        value, error = self._read_answer(peer, call, message, frame)
+        call.settle(value, error)
+        self._departure.check()
+
+    def _read_answer(
+        self, peer: Peer, call: PendingCall, message: Message, frame: Frame
+    ) -> tuple[Any, BaseException | None]:
+        """The value or the error that an answer carries."""
+        try:
+            value, tensors = decode_value(
+                message,
+                frame.head,
+                frame.buffers,
+                self._packing.unpacker(peer),
+                self._serializer,
+            )
+            if type(message) is not Reply:
+                return None, self._agent.rebuild(value)
+            tracked = tracked_tensors(message, tensors) if message.headers else []
+            for interceptor in self._interceptors:
+                name = interceptor.name
+                header = message.headers.get(name) if message.headers else None
+                note = call.notes.get(name)
+                if header is not None or note is not None:
+                    interceptor.received_reply(
+                        peer, call.id, call.target, note, header, tracked
+                    )
+        except Exception as problem:
+            self._packing.discard(problem)
+            self._drop_answer(peer, message)
+            return None, problem
+        return value, None
+
+    def _drop_answer(self, peer: Peer, message: Message) -> None:
+        headers: dict[str, bytes] | None = getattr(message, "headers", None)
+        for interceptor in self._interceptors:
+            if headers and interceptor.name in headers:
+                call_id: int = message.id  # type: ignore[attr-defined]
+                interceptor.dropped_reply(peer, call_id, headers[interceptor.name])
+
+    def fail(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
+        if peer.calls.take(call.id) is not None:
+            call.settle(None, error)
+
+
+def _as_tuple(args: object) -> tuple[Any, ...]:
+    if args is None:
+        return ()
+    if isinstance(args, (tuple, list)):
+        return tuple(args)
+    raise TypeError(
+        f"args must be a tuple or a list of arguments, not {type(args).__name__}; write "
+        "args=(x,) for a single one"
+    )
+
+
+def _check_keywords(kwargs: object) -> None:
+    if not isinstance(kwargs, dict) or any(type(k) is not str for k in kwargs):
+        raise TypeError(
+            f"kwargs must be a dict with names of arguments as keys, found {kwargs!r:.80}"
+        )
