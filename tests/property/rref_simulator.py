@@ -520,7 +520,7 @@ class Simulation:
         for packed in call.packed:
             running.handles.append(service.unpack(packed, peer))
         if call.header is not None:
-            running.unconfirmed = list(service._local.unconfirmed)
+            running.unconfirmed = list(service.transfer.unconfirmed)
             running.scope = service.received_call(
                 peer,
                 call.id,

@@ -10,7 +10,6 @@ import itertools
 import secrets
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -25,8 +24,15 @@ from gradwire.errors import (
     RemoteError,
     UsageError,
 )
-from gradwire.rpc._interceptors import NOTHING, Addition, Interceptor, Note, Scope
+from gradwire.rpc._interceptors import Interceptor, Note, Scope
 from gradwire.rpc._leftovers import Leftovers
+from gradwire.rpc._rref_calls import (
+    CallNote,
+    CallScope,
+    CreationScope,
+    Reaching,
+    Transfer,
+)
 from gradwire.rpc._rref_parts import (
     Arrived,
     Creation,
@@ -36,10 +42,8 @@ from gradwire.rpc._rref_parts import (
     Handle,
     Owned,
     Packed,
-    References,
     User,
     decode_header,
-    encode_header,
     read_packed,
 )
 from gradwire.rpc._rref_table import (
@@ -85,7 +89,7 @@ class RefService(Interceptor):
         self.packs = {self.handle_class: self._pack}
         self._ids = itertools.count()
         self._id_key = secrets.token_bytes(32)
-        self._local = _Transfer()
+        self.transfer = Transfer()
         # Guards all below: any thread that sends, receives or drops references.
         self._lock = threading.Lock()
         self._table = RefTable(self.me)
@@ -182,7 +186,7 @@ class RefService(Interceptor):
             with self._lock:
                 if peer.fate is None:
                     self._table.send(ref.fork, fork, peer.info.id)
-        self._local.packed.append(packed)
+        self.transfer.packed.append(packed)
         return packed
 
     def unpack(self, packed: Any, peer: Peer) -> Any:
@@ -206,12 +210,12 @@ class RefService(Interceptor):
                 if owner.fate is not None:
                     instructions = self._table.fail(fork)
                     del self._users[fork]
-                    ref.confirmation.finish(None, self._owner_lost(owner))
+                    ref.confirmation.finish(None, self.owner_lost(owner))
         if isinstance(ref, User) and not ref.confirmation.done:
             if packed.parent == packed.owner:
                 ref.confirmation.finish(None, None)
             else:
-                self._local.unconfirmed.append(ref)
+                self.transfer.unconfirmed.append(ref)
         self._perform(instructions)
         return self.handle_class._bind(self, ref)
 
@@ -250,7 +254,7 @@ class RefService(Interceptor):
     ) -> Note:
         """See `Interceptor`."""
         creation = making if isinstance(making, Creation) else None
-        return _CallNote(self, self._local.take_packed(), creation)
+        return CallNote(self, self.transfer.take_packed(), creation)
 
     def received_reply(
         self,
@@ -262,8 +266,8 @@ class RefService(Interceptor):
         tracked: list[Tensor],
     ) -> None:
         """See `Interceptor`."""
-        self._local.take_unpacked()
-        if isinstance(note, _CallNote) and note.creation is not None:
+        self.transfer.take_unpacked()
+        if isinstance(note, CallNote) and note.creation is not None:
             self.created(note.creation, None)
 
     def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
@@ -279,19 +283,19 @@ class RefService(Interceptor):
         tracked: list[Tensor],
     ) -> Scope:
         """See `Interceptor`."""
-        unconfirmed = self._local.take_unpacked()
+        unconfirmed = self.transfer.take_unpacked()
         made = decode_header(header).made if header is not None else None
         if made is None:
-            return _CallScope(self, peer, unconfirmed)
+            return CallScope(self, peer, unconfirmed)
         if made[0].created_on != peer.info.id:
             raise DecodeError("the id of a new value is not one of its creator's")
         with self._lock:
             self._check_limit(peer)
-        return _CreationScope(self, peer, unconfirmed, self._enter(*made, peer))
+        return CreationScope(self, peer, unconfirmed, self._enter(*made, peer))
 
     def packed_reply(self, peer: Peer) -> Scope:
         """See `Interceptor`."""
-        return _CallScope(self, peer, [])
+        return CallScope(self, peer, [])
 
     def dropped_call(
         self, peer: Peer, call_id: int, header: bytes, error: BaseException
@@ -314,8 +318,8 @@ class RefService(Interceptor):
 
     def discarded(self, error: BaseException) -> None:
         """See `Interceptor`."""
-        self.cancel(self._local.take_packed())
-        self._local.take_unpacked()
+        self.cancel(self.transfer.take_packed())
+        self.transfer.take_unpacked()
 
     def keep(self, owned: Owned, value: Any, error: BaseException | None) -> None:
         """A value is made, or will never be."""
@@ -387,7 +391,7 @@ class RefService(Interceptor):
             return
         owner = self.agent.network.find(user.owner.id)
         if isinstance(error, PeerLostError) and not isinstance(error, RemoteError):
-            error = self._owner_lost(owner, error)
+            error = self.owner_lost(owner, error)
         if not was_sent:
             self._fail(user.fork, error)
             return
@@ -495,7 +499,7 @@ class RefService(Interceptor):
             _give_up(doomed)
         for user in users:
             if user is not None:
-                error = self._owner_lost(peer)
+                error = self.owner_lost(peer)
                 # One that was confirmed has an outcome; the last word is this one.
                 if not user.confirmation.finish(None, error):
                     user.confirmation.error = error
@@ -583,7 +587,7 @@ class RefService(Interceptor):
         while len(self._buried) > _MOST_BURIED:  # most are never asked for
             del self._buried[next(iter(self._buried))]
 
-    def _owner_lost(self, owner: Peer, error: PeerLostError | None = None) -> OwnerLost:
+    def owner_lost(self, owner: Peer, error: PeerLostError | None = None) -> OwnerLost:
         # By now it may have come back: then the call that failed knows the reason.
         return OwnerLost(
             f"worker {owner.info.name!r} (rank {owner.info.id}), which owned the value of "
@@ -591,9 +595,9 @@ class RefService(Interceptor):
             worker=owner.info.name,
         )
 
-    def reaching(self, owner: WorkerInfo) -> _Reaching:
+    def reaching(self, owner: WorkerInfo) -> Reaching:
         """Around a call to an owner: if that is lost, the error says what it means."""
-        return _Reaching(self, owner)
+        return Reaching(self, owner)
 
     def _ask(self, instruction: AskFork) -> None:
         owner = self.agent.network.find(instruction.to)
@@ -657,122 +661,6 @@ class RefService(Interceptor):
                     worker=user.owner.name,
                 ),
             )
-
-
-class _Reaching:
-    """See `RefService.reaching`."""
-
-    __slots__ = ("_owner", "_service")
-
-    def __init__(self, service: RefService, owner: WorkerInfo) -> None:
-        self._service = service
-        self._owner = owner
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
-    ) -> None:
-        if isinstance(error, PeerLostError) and not isinstance(error, RemoteError):
-            peer = self._service.agent.network.find(self._owner.id)
-            raise self._service._owner_lost(peer, error) from error
-
-
-class _Transfer(threading.local):
-    """What a thread has packed or unpacked of the message that it is at."""
-
-    def __init__(self) -> None:
-        self.packed: list[Packed] = []
-        self.unconfirmed: list[User] = []
-
-    def take_unpacked(self) -> list[User]:
-        unconfirmed, self.unconfirmed = self.unconfirmed, []
-        return unconfirmed
-
-    def take_packed(self) -> list[Packed]:
-        packed, self.packed = self.packed, []
-        return packed
-
-
-class _CallNote(Note):
-    """References that leave with a call, and the value that it makes."""
-
-    __slots__ = ("_packed", "_service", "creation")
-
-    def __init__(
-        self, service: RefService, packed: list[Packed], creation: Creation | None
-    ) -> None:
-        made = None if creation is None else (creation.rref, creation.fork)
-        super().__init__(Addition(encode_header(References(packed, made))))
-        self._service = service
-        self._packed = packed
-        self.creation = creation
-
-    def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
-        """See `Note`."""
-        if not was_sent:
-            self._service.cancel(self._packed)
-        if self.creation is not None:
-            if error is None:
-                error = UsageError("the call that should make the value was not sent")
-            self._service.created(self.creation, error, was_sent=was_sent)
-
-
-class _CallScope(Scope):
-    """References that came with a call or leave with its reply."""
-
-    __slots__ = ("_packed", "_peer", "_service", "_unconfirmed")
-
-    def __init__(
-        self, service: RefService, peer: Peer, unconfirmed: list[User]
-    ) -> None:
-        self._service = service
-        self._peer = peer
-        self._unconfirmed = unconfirmed
-        self._packed: list[Packed] = []
-
-    def enter_handler(self) -> AbstractContextManager[None] | None:
-        """Waits until the owners know the references that came as arguments."""
-        unconfirmed, self._unconfirmed = self._unconfirmed, []
-        agent = self._service.agent
-        for user in unconfirmed:
-            owner = agent.network.find(user.owner.id)
-            agent.wait_for(user.confirmation, owner, "confirmation")
-            user.check()
-        return None
-
-    def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:
-        """See `Scope`."""
-        packed = self._packed = self._service._local.take_packed()
-        if not packed:
-            return NOTHING
-        self._service.check_sent(self._peer)
-        return Addition(encode_header(References(packed)))
-
-    def failed(self, error: BaseException | None = None) -> None:
-        """See `Scope`."""
-        packed, self._packed = self._packed, []
-        if packed:
-            self._service.cancel(packed)
-
-
-class _CreationScope(_CallScope):
-    """A call whose result stays here, as a value that is referred to."""
-
-    __slots__ = ("owned",)
-
-    keeps_result = True
-
-    def __init__(
-        self, service: RefService, peer: Peer, unconfirmed: list[User], owned: Owned
-    ) -> None:
-        super().__init__(service, peer, unconfirmed)
-        self.owned = owned
-
-    def keep(self, value: Any, error: BaseException | None) -> None:
-        """See `Scope`. An error is the value's, not the call's."""
-        self._service.keep(self.owned, value, error)
 
 
 def _give_up(owned: Owned | None) -> None:

@@ -30,10 +30,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from gradwire.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from gradwire.transport import _memory, _segments
+from gradwire.transport._parts import Bulk, IncomingBulk, Offer, Tickets
 from gradwire.transport.base import Connection, Frame, Limits, RawBuffer, Ticket
 
 __all__ = ["StreamConnection"]
@@ -56,82 +55,7 @@ ANCILLARY_BYTES = (
 CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
-class _Bulk(Ticket):
-    """Memory of the sender that is being written, straight from where it lies."""
-
-    __slots__ = ("_lock", "_owner", "_unwritten", "view")
-
-    def __init__(self, buffer: RawBuffer, write_lock: threading.Lock) -> None:
-        address, nbytes, owner = buffer
-        self.view = _memory.view(address, nbytes)
-        self._owner: object = owner
-        # A bare lock, held until all is written: waiting for it is a single C call, which
-        # a signal handler may interrupt without harm.
-        self._unwritten = threading.Lock()
-        self._unwritten.acquire()
-        self._lock = write_lock
-
-    def begin(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        self._owner = None
-        if self._unwritten.locked():
-            self._unwritten.release()
-
-    def wait(self, timeout_s: float | None) -> bool:
-        written = self._unwritten.acquire(
-            timeout=-1 if timeout_s is None else timeout_s
-        )
-        if written:
-            self._unwritten.release()
-        return written
-
-    def detach(self) -> None:
-        with self._lock:  # nobody advances the view meanwhile
-            if self._unwritten.locked():
-                self.view = memoryview(bytes(self.view))
-                self._owner = None
-
-
-class _Tickets(Ticket):
-    """Several buffers of one frame."""
-
-    def __init__(self, tickets: list[_Bulk]) -> None:
-        self._tickets = tickets
-
-    def wait(self, timeout_s: float | None) -> bool:
-        limit = None if timeout_s is None else time.monotonic() + timeout_s
-        for ticket in self._tickets:
-            left = None if limit is None else max(0.0, limit - time.monotonic())
-            if not ticket.wait(left):
-                return False
-        return True
-
-    def detach(self) -> None:
-        for ticket in self._tickets:
-            ticket.detach()
-
-
-class _Offer:
-    """A frame that carries a descriptor beside its bytes."""
-
-    __slots__ = ("descriptor", "view")
-
-    def __init__(self, data: bytes, descriptor: int) -> None:
-        self.view = memoryview(data)
-        self.descriptor: int | None = descriptor
-
-    def begin(self) -> None:
-        self.finish()  # the descriptor went with the first byte
-
-    def finish(self) -> None:
-        descriptor, self.descriptor = self.descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
-
-_Part = bytes | memoryview | _Bulk | _Offer
+_Part = bytes | memoryview | Bulk | Offer
 
 
 class StreamConnection(Connection):
@@ -170,7 +94,7 @@ class StreamConnection(Connection):
         self._buffer[: len(leftover)] = leftover
         self._start, self._stop = 0, len(leftover)
         self._long: memoryview | None = None  # a head that is larger than the buffer
-        self._bulk: _IncomingBulk | None = None  # buffers of the frame being read
+        self._bulk: IncomingBulk | None = None  # buffers of the frame being read
         self._long_filled = 0
         self._descriptors: deque[int] = deque(descriptors)
         self._inbox: list[Frame] = []
@@ -222,13 +146,13 @@ class StreamConnection(Connection):
         self._frames_sent += 1
         parts: list[_Part] = []
         table = [_HEADER.pack(len(head), len(buffers), _DATA, _MARK)]
-        bulks: list[_Bulk] = []
+        bulks: list[Bulk] = []
         for buffer in buffers:
             address, nbytes, _ = buffer
             segment = self._fill_segment(address, nbytes, parts)
             table.append(_DESCRIPTOR.pack(segment, nbytes))
             if not segment and nbytes:
-                bulks.append(_Bulk(buffer, self._write_lock))
+                bulks.append(Bulk(buffer, self._write_lock))
         table.append(head)
         if self._borrowed.has_returns:
             table.insert(0, self._returns())
@@ -237,7 +161,7 @@ class StreamConnection(Connection):
         # One call, so that parts of two frames never mix.
         self._queue.extend(parts)
         self.flush()
-        return _Tickets(bulks) if bulks else None
+        return Tickets(bulks) if bulks else None
 
     def _fill_segment(self, address: int, nbytes: int, parts: list[_Part]) -> int:
         """Copies memory into a segment; 0 if it has to go through the stream."""
@@ -251,7 +175,7 @@ class StreamConnection(Connection):
         if descriptor is not None:
             offer = _DESCRIPTOR.pack(number, mapping.size)
             parts.append(
-                _Offer(_HEADER.pack(len(offer), 0, _OFFER, _MARK) + offer, descriptor)
+                Offer(_HEADER.pack(len(offer), 0, _OFFER, _MARK) + offer, descriptor)
             )
         _memory.copy(mapping.address, address, nbytes)
         return number
@@ -332,14 +256,14 @@ class StreamConnection(Connection):
     def _next_write(self) -> Iterable[int]:
         """One system call, made when the result is iterated, for the queue's begin."""
         first = self._queue[0]
-        if type(first) is _Offer and first.descriptor is not None:
+        if type(first) is Offer and first.descriptor is not None:
             fds = array.array("i", [first.descriptor])
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
             return map(self._sock.sendmsg, ([first.view],), (ancillary,))
         batch: list[bytes | memoryview] = []
         for index in range(min(len(self._queue), _PARTS_PER_WRITE)):
             part = self._queue[index]
-            if type(part) is _Offer and part.descriptor is not None:
+            if type(part) is Offer and part.descriptor is not None:
                 break
             batch.append(part if isinstance(part, (bytes, memoryview)) else part.view)
         if len(batch) == 1 or not hasattr(self._sock, "sendmsg"):
@@ -573,9 +497,9 @@ class StreamConnection(Connection):
                 f"{self._limits.max_frame_bytes} (option max_frame_bytes)"
             )
         self._start = next_start
-        self._bulk = _IncomingBulk(head, table, self._borrowed)
+        self._bulk = IncomingBulk(head, table, self._borrowed)
 
-    def _parse_bulk(self, bulk: _IncomingBulk) -> bool:
+    def _parse_bulk(self, bulk: IncomingBulk) -> bool:
         """Moves bytes from the read buffer into the streamed buffers of the frame."""
         while (view := bulk.missing()) is not None:
             take = min(len(view), self._stop - self._start)
@@ -653,53 +577,6 @@ class StreamConnection(Connection):
             **self._lent.counters(),
             **self._borrowed.counters(),
         }
-
-
-class _IncomingBulk:
-    """A frame whose buffers are still coming through the stream."""
-
-    __slots__ = ("_at", "_views", "filled", "head", "storages")
-
-    def __init__(
-        self,
-        head: bytes,
-        table: list[tuple[int, int]],
-        borrowed: _segments.BorrowedSegments,
-    ) -> None:
-        self.head = head
-        self.storages: list[torch.UntypedStorage] = []
-        self._views: list[memoryview] = []
-        self._at = 0
-        self.filled = 0  # of the view at `_at`
-        for segment, nbytes in table:
-            if segment:
-                self.storages.append(borrowed.borrow(segment, nbytes))
-                continue
-            try:
-                storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-            except (RuntimeError, MemoryError) as error:
-                raise RemoteProtocolError(
-                    f"the peer announced a buffer of {nbytes} bytes, which cannot be "
-                    "allocated here (option max_frame_bytes)"
-                ) from error
-            self.storages.append(storage)
-            if nbytes:
-                self._views.append(_memory.view_of_storage(storage))
-
-    def missing(self) -> memoryview | None:
-        """The part of the current view that is not filled; None if all are."""
-        while self._at < len(self._views):
-            view = self._views[self._at]
-            if self.filled < len(view):
-                return view[self.filled :]
-            self._at, self.filled = self._at + 1, 0
-        return None
-
-    def target(self) -> memoryview:
-        view = self.missing()
-        if view is None:
-            raise AssertionError("a frame that is complete asks for more bytes")
-        return view
 
 
 def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

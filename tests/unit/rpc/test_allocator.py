@@ -10,19 +10,18 @@ import textwrap
 
 import pytest
 
-# Steps of eight blocks of 1 MiB; prints how many pages the system had to hand out for
+# Steps of sixteen blocks of 3 MiB; prints how many pages the system had to hand out for
 # each of the last ten steps.
 PROGRAM = textwrap.dedent(
     """
-    import resource, sys
+    import resource
     import torch
     from gradwire.rpc._allocator import expect_large_blocks
 
-    if "taught" in sys.argv:
-        expect_large_blocks()
+    expect_large_blocks()
 
     def step():
-        return [torch.ones(1 << 18) for _ in range(8)]
+        return [torch.ones(3 << 18) for _ in range(16)]
 
     for _ in range(3):
         step()
@@ -34,20 +33,24 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def faults_per_step(*arguments: str) -> float:
-    environment = {k: v for k, v in os.environ.items() if "MALLOC" not in k}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return float(done.stdout)
-
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc")
 def test_memory_of_a_step_is_kept_for_the_next_one():
-    assert faults_per_step() > 1000
-    assert faults_per_step("taught") < 50
+    environment = {k: v for k, v in os.environ.items() if "MALLOC" not in k}
+    # Where the memory of a process lies is random: in about half of them the pages, 12,000
+    # a step, would stay by chance.
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    try:
+        faults = [float(p.communicate(timeout=60)[0]) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+    assert max(faults) < 50, faults
