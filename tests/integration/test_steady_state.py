@@ -49,6 +49,7 @@ WAITING = {
     "ppoll",
     "restart_syscall",
     "sched_yield",
+    "timerfd_settime",
 }
 # The harness tells the worker what to do, and a new thread of the pool begins.
 OTHERS = {

@@ -52,9 +52,6 @@ from gradwire.rpc._serving import (
 )
 from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
-from gradwire.rpc._turn import (
-    LOOK_S,
-)
 from gradwire.transport import Frame
 from gradwire.wire import (
     AllowedModules,
@@ -121,7 +118,7 @@ class Agent:
         credentials = find_credentials(options, name)
         transports = usable_transports(options, secret, credentials)
         # From here on there are descriptors to close.
-        self.pool = WorkerPool(name, options.num_worker_threads, self._look_soon)
+        self.pool = WorkerPool(name, options.num_worker_threads, self._on_work)
         self.network = Network(
             self.info, world_size, options, secret, transports, self.pool, self
         )
@@ -142,6 +139,7 @@ class Agent:
         self._request_kinds = {_CALL_KIND, *map(kind_of, self._requests)}
         self._server = Server(self, self.interceptors)
         self._rounds = Rounds(self)
+        self._turn_watch = self._rounds.watch
         self._caller = caller = Caller(self, self._rounds)
         # What the layers above use, without a step in between that each call would take.
         self.call, self.call_async, self.make = (
@@ -161,6 +159,7 @@ class Agent:
             self.pool.start()
             record = self.network.start()
         except BaseException:
+            self._rounds.close()
             self.pool.close(_CLOSE_S)
             raise
         self._rounds.start()
@@ -191,8 +190,8 @@ class Agent:
         """Runs something on a thread of the pool."""
         self.pool.submit(work)
 
-    def _look_soon(self) -> None:
-        self._rounds.look_soon()
+    def _on_work(self) -> None:
+        self.turn_begins(time.monotonic())
 
     # --------------------------------------------------------------------- receiving
 
@@ -239,8 +238,8 @@ class Agent:
 
     def turn_begins(self, now: float) -> None:
         """See `LinkOwner`."""
-        if self._rounds.monitor.due > now + LOOK_S:
-            self._rounds.look_soon()
+        if now > self._turn_watch.settled_until:
+            self._turn_watch.put_off(now)
 
     def describe(self, error: BaseException) -> Description:
         """What others are told of an error that was raised here."""

@@ -268,7 +268,7 @@ class Caller:
         for note in call.notes.values():
             note.sent()
         if hold:
-            self._rounds.look_soon()
+            self._rounds.watch.look_soon()
         if ticket is not None:
             left = call.deadline - time.monotonic() if call.deadline else None
             # The peer reads at all times, so this ends with its life at the latest.

@@ -1,4 +1,4 @@
-"""What is due by time: deadlines, heartbeats, losses, turns that take too long."""
+"""What is due by time: deadlines, heartbeats, losses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import time
 from typing import TYPE_CHECKING
 
 from gradwire.errors import GradwireError, TransportError
+from gradwire.rpc._alarm import make_alarm
 from gradwire.rpc._link import Link
 from gradwire.rpc._monitor import Monitor
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._turn import LOOK_S
+from gradwire.rpc._watch import TurnWatch
 from gradwire.wire import Goodbye, Heartbeat, encode
 
 if TYPE_CHECKING:
@@ -26,38 +28,43 @@ class Rounds:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self.monitor = Monitor(agent.info.name, self._tick)
+        self._monitor = Monitor(agent.info.name, self._tick)
+        self.watch = TurnWatch(
+            agent.pool, self._links, self._monitor.call_by, make_alarm()
+        )
         self._last = time.monotonic()
         self._lock = threading.Lock()  # guards `_next`: callers, and the monitor
         self._next = 0.0
 
     def start(self) -> None:
         """Begins."""
-        self.monitor.start()
+        self.watch.start()
+        self._monitor.start()
 
-    def look_soon(self) -> None:
-        """Somebody serves, or holds calls back: it is to be looked at in a moment."""
-        self.monitor.call_by(time.monotonic() + LOOK_S)
+    def _links(self) -> list[Link]:
+        return [link for link, _ in self._agent.network.links()]
 
     def note_deadline(self, deadline: float) -> None:
         """Calls are looked at by then; to be told after the call was entered."""
         if deadline < self._next:
             with self._lock:
                 self._next = min(self._next, deadline)
-            self.monitor.call_by(deadline)
+            self._monitor.call_by(deadline)
 
     def _tick(self, now: float) -> float:
-        """Looks at turns, and now and then at the rest; says when to come again."""
-        serving = self._agent.pool.check_stall()
-        for link, _ in self._agent.network.links():
-            serving = link.check_turn(now) or serving
+        """Looks at what is due, and at turns if nobody else does.
+
+        Returns:
+            When to come again.
+        """
+        is_busy = not self.watch.has_alarm and self.watch.look(now)
         if now >= self._next:
             with self._lock:
                 self._next = float("inf")
             due = self._round(now)
             with self._lock:  # a call may have brought it forward meanwhile
                 self._next = min(self._next, due)
-        return min(self._next, now + LOOK_S if serving else float("inf"))
+        return min(self._next, now + LOOK_S if is_busy else float("inf"))
 
     def _round(self, now: float) -> float:
         """Deadlines, heartbeats, losses, leftovers; says when to come again."""
@@ -96,5 +103,6 @@ class Rounds:
             pass  # its reader notices too, and knows why
 
     def close(self) -> None:
-        """Ends the thread."""
-        self.monitor.close()
+        """Ends the thread, and the looks."""
+        self._monitor.close()
+        self.watch.close()

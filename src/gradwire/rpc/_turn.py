@@ -8,11 +8,11 @@ connection. So a turn is given up, and the connection armed for other threads,
 1. before its thread blocks in one of our own waits (a nested call, a future), except for
    one that this very connection will end: then the thread goes on reading,
 2. before it runs a function that is known to take long,
-3. by the monitor, if one request takes more than `LONGEST_TURN_S`.
+3. by a look (see `_watch`), if one request takes more than `LONGEST_TURN_S`.
 
 What the turn had read but not begun then goes to the pool's queue, where the same rules
-decide when more threads are woken. So whatever a handler does, it delays others by a
-few milliseconds at most, and short functions are served by few threads, which do not
+decide when more threads are woken. So whatever a handler does, it delays others by some
+milliseconds at most, and short functions are served by few threads, which do not
 fight for the interpreter lock.
 """
 
@@ -40,7 +40,7 @@ LONGEST_TURN_S = 0.02
 """More than a few of the interpreter's switch intervals: a thread that only waits for the
 interpreter lock, or was not given a core, must not be taken for one that blocks."""
 LOOK_S = 0.01
-"""How often the monitor looks while there is something to look at."""
+"""When to look whether something is stuck, if nothing shows that it is not."""
 
 
 class _Local(threading.local):

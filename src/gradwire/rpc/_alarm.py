@@ -1,0 +1,74 @@
+"""An alarm that can be put off without waking anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from typing import Any
+
+__all__ = ["Alarm", "make_alarm"]
+
+_CLOCK_MONOTONIC = 1
+_ABSOLUTE = 1
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class _Setting(ctypes.Structure):
+    _fields_ = (("interval", _Time), ("first", _Time))
+
+
+class Alarm:
+    """A timer of the kernel, as a descriptor that becomes readable.
+
+    A thread that sleeps until some time has to wake up to learn that it may sleep on, and
+    to take the interpreter lock from those who work: ten times the cost of setting this.
+
+    Args:
+        library: The C library.
+        fileno: The timer, which `close` closes.
+    """
+
+    def __init__(self, library: Any, fileno: int) -> None:
+        self._fileno = fileno
+        self._set_time = library.timerfd_settime
+        self._set_time.argtypes = [
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.POINTER(_Setting),
+            ctypes.c_void_p,
+        ]
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._fileno
+
+    def set(self, when: float) -> None:
+        """Lets it ring at that time, on the monotonic clock, and not before."""
+        seconds = int(when)
+        nanoseconds = int((when - seconds) * 1e9)
+        setting = _Setting(_Time(0, 0), _Time(seconds, nanoseconds))
+        self._set_time(self._fileno, _ABSOLUTE, ctypes.byref(setting), None)
+
+    def stop(self) -> None:
+        """Ends the ringing."""
+        with contextlib.suppress(BlockingIOError):  # it was set anew meanwhile
+            os.read(self._fileno, 8)
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        os.close(self._fileno)
+
+
+def make_alarm() -> Alarm | None:
+    """An alarm; None where there is nothing of the kind."""
+    try:
+        library = ctypes.PyDLL(None)  # what does not wait need not let go of the lock
+        create = library.timerfd_create
+    except (OSError, TypeError, AttributeError):
+        return None
+    fileno = create(_CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+    return Alarm(library, fileno) if fileno >= 0 else None
