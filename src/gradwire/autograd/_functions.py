@@ -54,7 +54,7 @@ _TOKEN = torch.zeros(())
 # gradients of replies come from where the loss is, and let us ship others, for which the
 # workers that we have asked wait. The latest is waited for first, as it is answered first.
 _FIRST = 2**64 - 2
-_FIRST_REPLY = 1000
+_FIRST_REPLY = 1000  # low: most threads have made more nodes than that
 
 
 def urgency_of_request(event: int) -> int:

@@ -25,7 +25,7 @@ class Alarm:
     """A timer of the kernel, as a descriptor that becomes readable.
 
     A thread that sleeps until some time has to wake up to learn that it may sleep on, and
-    to take the interpreter lock from those who work: ten times the cost of setting this.
+    to take the interpreter lock from those who work. One thread at a time may set this.
 
     Args:
         library: The C library.
@@ -34,6 +34,11 @@ class Alarm:
 
     def __init__(self, library: Any, fileno: int) -> None:
         self._fileno = fileno
+        # Made once: it is set under a lock, where nothing should be made that could set
+        # off the cyclic collector, and by that finalisers of the program.
+        self._setting = _Setting()
+        self._first = self._setting.first  # the same memory
+        self._at_setting = ctypes.byref(self._setting)
         self._set_time = library.timerfd_settime
         self._set_time.argtypes = [
             ctypes.c_int,
@@ -48,10 +53,10 @@ class Alarm:
 
     def set(self, when: float) -> None:
         """Lets it ring at that time, on the monotonic clock, and not before."""
-        seconds = int(when)
-        nanoseconds = int((when - seconds) * 1e9)
-        setting = _Setting(_Time(0, 0), _Time(seconds, nanoseconds))
-        self._set_time(self._fileno, _ABSOLUTE, ctypes.byref(setting), None)
+        first = self._first
+        first.seconds = seconds = int(when)
+        first.nanoseconds = int((when - seconds) * 1e9)
+        self._set_time(self._fileno, _ABSOLUTE, self._at_setting, None)
 
     def stop(self) -> None:
         """Ends the ringing."""

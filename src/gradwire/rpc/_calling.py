@@ -255,7 +255,7 @@ class Caller:
             self.fail(peer, call, peer.error())
             return
         # In a flood the peer has enough to do: several calls go in one write, at the
-        # latest when somebody waits, when answers come, or when the monitor looks.
+        # latest when somebody waits, when answers come, or by a look (see `_watch`).
         hold = call.future is not None and len(peer.calls) > _FLOOD
         try:
             ticket = link.send(outgoing.head, outgoing.buffers, hold=hold)

@@ -84,7 +84,7 @@ class Link:
         self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
         self._is_ready = readiness(self._fileno)
-        # Guards all below: readers, senders, those who handle what was read, the monitor.
+        # Guards all below: readers, senders, those who handle what was read, or look.
         self._lock = threading.Lock()
         self._reader: object | None = None
         self._turn: Turn | None = None

@@ -1,4 +1,4 @@
-"""The agent's clock: one thread that looks after deadlines, heartbeats and leftovers."""
+"""The agent's clock: one thread that looks after deadlines and heartbeats."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Rounds:
         return min(self._next, now + LOOK_S if is_busy else float("inf"))
 
     def _round(self, now: float) -> float:
-        """Deadlines, heartbeats, losses, leftovers; says when to come again."""
+        """Deadlines, heartbeats, losses, housekeeping; says when to come again."""
         agent = self._agent
         interval = agent.options.lost_after / 4
         # If we ourselves slept (a stopped process, a laptop lid), nobody else is late.
