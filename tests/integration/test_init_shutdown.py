@@ -84,8 +84,10 @@ def tcp_url():
     return f"tcp://127.0.0.1:{find_port()}"
 
 
-def join(rank: int, world_size: int, url: str, name: str = "", **options: Any) -> str:
-    """Makes this process a worker, and returns whom it can call then."""
+def join_without_calls(
+    rank: int, world_size: int, url: str, name: str = "", **options: Any
+) -> None:
+    """Makes this process a worker; connections are opened by the first calls."""
     options = {"init_method": url, "init_timeout": 20.0, **options}
     rpc.init_rpc(
         name or f"w{rank}",
@@ -93,12 +95,17 @@ def join(rank: int, world_size: int, url: str, name: str = "", **options: Any) -
         world_size=world_size,
         rpc_backend_options=rpc.RpcBackendOptions(**options),
     )
+
+
+def join(rank: int, world_size: int, url: str, name: str = "", **options: Any) -> str:
+    """Makes this process a worker, and returns whom it can call then."""
+    join_without_calls(rank, world_size, url, name, **options)
     return "".join(
         f"{rpc.rpc_sync(other, api.worker_name)} " for other in range(world_size)
     )
 
 
-def join_all(bare, url, world_size=NUM_BARE, **options):
+def join_all(bare, url, world_size=NUM_BARE, join=join, **options):
     """Makes a group of the first processes; what each of them returned."""
     handles = [
         bare.start(rank, join, rank, world_size, url, **options)
@@ -674,6 +681,26 @@ def test_shutdown_at_once_fails_own_calls(bare, file_url):
         bare.run(0, call_and_leave_at_once, "abandoned")
     finally:
         bare.run(1, functions.set_event, "abandoned")
+
+
+def begin_to_close():
+    # What `shutdown` does first; the handshakes that meet this moment are rare.
+    current_agent().network.is_closing = True
+
+
+def call_one_that_is_closing():
+    for call in (rpc.rpc_sync, rpc.rpc_async):
+        with pytest.raises(PeerLostError, match=r"'w1' \(rank 1\).*shutting down"):
+            call("w1", functions.get_pid)
+    with pytest.raises(PeerLostError, match="shutting down"):
+        rpc.remote("w1", functions.get_pid).to_here()
+
+
+def test_call_that_meets_a_closing_worker_says_that_it_is_lost(bare, file_url):
+    join_all(bare, file_url, join=join_without_calls)
+    bare.run(1, begin_to_close)
+
+    bare.run(2, call_one_that_is_closing)
 
 
 def call_one_that_leaves(name):

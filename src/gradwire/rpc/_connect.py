@@ -257,7 +257,7 @@ class Acceptor:
     def _accept_all(self, listener: Listener) -> None:
         while (channel := listener.accept()) is not None:
             with self._lock:
-                full = len(self._strangers) >= _MAX_STRANGERS or self._closed
+                full = len(self._strangers) >= _MAX_STRANGERS
             if full:
                 _log.warning(
                     "refused a connection from %s: %d handshakes are under way",
@@ -288,10 +288,14 @@ class Acceptor:
         deadline = time.monotonic() + self._options.connect_timeout
         stranger = _Stranger(channel, handshake, deadline)
         fileno = channel.fileno()
-        with self._lock:
-            self._strangers[fileno] = stranger
-        self._pool.watch(fileno, lambda _r, _w: self._on_data(fileno, stranger))
-        self._pool.poller.arm(fileno, True, False)
+        with self._lock:  # whom `close` finds is watched, and whom it misses never is
+            is_late = self._closed
+            if not is_late:
+                self._strangers[fileno] = stranger
+                self._pool.watch(fileno, lambda _r, _w: self._on_data(fileno, stranger))
+                self._pool.poller.arm(fileno, True, False)
+        if is_late:
+            channel.close()
 
     def _on_data(self, fileno: int, stranger: _Stranger) -> None:
         channel, handshake = stranger.channel, stranger.handshake
@@ -299,7 +303,7 @@ class Acceptor:
             while not handshake.done:
                 data = channel.read(_READ_BYTES)
                 if data is None:
-                    self._pool.poller.arm(fileno, True, channel.wants_write)
+                    self._wait_for_more(fileno, stranger)
                     return
                 if not data:
                     raise ConnectError("it closed the connection during the handshake")
@@ -309,7 +313,7 @@ class Acceptor:
         except GradwireError as error:
             if handshake.peer is not None:
                 self._on_abandoned(handshake.peer)
-            if self._forget(fileno):
+            if self._forget(fileno, stranger):
                 glare = isinstance(error, HandshakeRefused) and (
                     error.code == _handshake.GLARE
                 )
@@ -321,17 +325,24 @@ class Acceptor:
             return
         if handshake.peer is None:
             raise AssertionError("a finished handshake knows the peer")
-        if not self._forget(fileno):
+        if not self._forget(fileno, stranger):
             self._on_abandoned(handshake.peer)  # closed meanwhile
             return
         limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
         connection = channel.upgrade(limits, handshake.leftover)
         self._on_connection(connection, handshake.peer)
 
-    def _forget(self, fileno: int) -> bool:
+    def _wait_for_more(self, fileno: int, stranger: _Stranger) -> None:
         with self._lock:
-            if self._strangers.pop(fileno, None) is None:
+            # Else it was closed meanwhile, and the number may be another's by now.
+            if self._strangers.get(fileno) is stranger:
+                self._pool.poller.arm(fileno, True, stranger.channel.wants_write)
+
+    def _forget(self, fileno: int, stranger: _Stranger) -> bool:
+        with self._lock:
+            if self._strangers.get(fileno) is not stranger:
                 return False
+            del self._strangers[fileno]
             self._pool.unwatch(fileno)
             return True
 
@@ -342,7 +353,7 @@ class Acceptor:
         for listener in paused:
             self._arm(listener)
         for fileno, stranger in list(self._strangers.items()):
-            if now >= stranger.deadline and self._forget(fileno):
+            if now >= stranger.deadline and self._forget(fileno, stranger):
                 _log.warning(
                     "refused a connection from %s: no handshake within %.1f s",
                     stranger.channel.peer_description,
@@ -358,7 +369,7 @@ class Acceptor:
             self._pool.unwatch(listener.fileno())
             listener.close()
         for fileno, stranger in list(self._strangers.items()):
-            if self._forget(fileno):
+            if self._forget(fileno, stranger):
                 stranger.channel.close()
 
 

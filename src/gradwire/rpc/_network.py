@@ -294,7 +294,24 @@ class Network:
         link.close()
 
     def link_to(self, peer: Peer, deadline: float) -> Link:
-        """The connection to a peer; opened here and now if there is none."""
+        """The connection to a peer; opened here and now if there is none.
+
+        Raises:
+            PeerLostError: It is gone, or about to go.
+        """
+        try:
+            return self._open_link(peer, deadline)
+        except HandshakeRefused as error:
+            if error.code != _handshake.CLOSING:
+                raise
+            # To a caller it is all the same whether it has said goodbye already.
+            name, rank = peer.info
+            raise PeerLostError(
+                f"worker {name!r} (rank {rank}) is leaving the group: it is shutting down",
+                worker=name,
+            ) from error
+
+    def _open_link(self, peer: Peer, deadline: float) -> Link:
         if self._closed:
             raise NotInitialized(
                 f"worker {self._info.name!r} is shut down; calls are no longer possible"
@@ -439,7 +456,7 @@ class Network:
     def meet(self, record: WorkerRecord) -> None:
         """Connects to the worker of a record."""
         self.set_members([record])
-        self.link_to(self._peers[record.rank], 0.0)
+        self._open_link(self._peers[record.rank], 0.0)
 
     def is_connected_to_another_life(self, record: WorkerRecord) -> bool:
         """Whether the worker of this rank is connected, but not in this incarnation."""
