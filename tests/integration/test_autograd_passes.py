@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import autograd_functions as fn
 import autograd_handlers as handlers
 import autograd_programs as programs
 import functions
+import probes
 from autograd_functions import call, call_async, parameter
 from gradwire import autograd, rpc
 from gradwire.autograd._exchange import Exchange
@@ -590,3 +593,72 @@ def noted_waits() -> list[int]:
     waits = _waits.copy()
     _waits.clear()
     return waits
+
+
+# ------------------------------------------------------------------ when a part begins
+
+
+def num_waiting_parts(expected: int) -> int:
+    """How many threads of this worker wait in a part of the pass, which it knows of."""
+
+    def count() -> int:
+        stacks = map(traceback.extract_stack, sys._current_frames().values())
+        return sum(any(f.name == "await_gradients" for f in s) for s in stacks)
+
+    probes.wait_until(lambda: autograd.get_debug_info()["passes"] == 1, "a pass")
+    if expected:
+        probes.wait_until(lambda: count() == expected, f"{expected} parts")
+    return count()
+
+
+def fetch() -> Tensor:
+    """There it has no recv, and ships nothing."""
+    fetched: Tensor = call("w1", handlers.get_parameter, "bias")
+    return fetched
+
+
+def compute() -> Tensor:
+    computed: Tensor = call("w1", handlers.linear, parameter("x"))
+    return computed
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+@pytest.mark.parametrize(("make", "num_waiting"), [(fetch, 0), (compute, 1)])
+@on_worker(0)
+def test_no_thread_waits_in_a_part_that_ships_nothing(make, num_waiting, num_calls):
+    found: list[int] = []
+
+    def note() -> None:
+        found.append(fn.outside(call, "w1", num_waiting_parts, num_waiting))
+
+    def program() -> Tensor:
+        return torch.stack([make().square().sum() for _ in range(num_calls)]).sum()
+
+    with autograd.context() as ctx:
+        ctx.backward(handlers.run_in_backward(program(), note))
+        gradients = fn.fetch_dictionary(ctx)
+
+    assert found == [num_waiting]
+    expected = fn.in_one_process(lambda: program().backward())
+    fn.assert_same(gradients, expected.gradients)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("before the first gradient")
+
+
+@on_worker(0)
+def test_pass_that_fails_before_a_part_begins_leaves_nothing():
+    def watched() -> Tensor:
+        total: Tensor = call("w1", handlers.watched, parameter("x").detach()).sum()
+        return total
+
+    with autograd.context() as ctx:
+        with pytest.raises(ZeroDivisionError, match="before the first"):
+            ctx.backward(handlers.run_in_backward(watched(), fail))
+        handlers.wait_until_graphs("w1", 0)
+        ctx.backward(watched())
+        gradients = fn.fetch_dictionary(ctx)
+
+    expected = fn.in_one_process(lambda: watched().backward())
+    fn.assert_same(gradients, expected.gradients)

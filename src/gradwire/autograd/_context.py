@@ -264,6 +264,17 @@ class Side:
         """The tokens that a pass would begin with; the caller holds the lock."""
         return [token for token in self._live_tail() if token is not CHAIN_END]
 
+    def unanswered(self, tail: list[Tensor]) -> set[int]:
+        """The sends whose answers a part that ships nothing should wait for.
+
+        None if there are recvs: others wait for what it ships, so it begins at once. The
+        caller holds the lock.
+        """
+        if self.recvs:
+            return set()
+        events = [token.grad_fn.message.event for token in tail]  # type: ignore[union-attr]
+        return {event for event in events if not self.state.is_answered(event)}
+
     def take_chain(self, retain: bool) -> list[Received]:
         """The recvs of a pass that begins; the caller holds the lock."""
         if retain:

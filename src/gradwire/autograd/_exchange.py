@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +48,7 @@ from gradwire.autograd._passes import (
 from gradwire.autograd._plain import consumed
 from gradwire.autograd._registry import Registry
 from gradwire.autograd._release import Releases
-from gradwire.autograd._run import Answer, Run
+from gradwire.autograd._run import Answer, Part, Run
 from gradwire.autograd._torch_private import current_task
 from gradwire.errors import (
     BackwardFailed,
@@ -211,16 +212,16 @@ class Exchange:
 
     def on_gradient_and_start(
         self, peer: Peer, message: GradientAndStart, frame: Frame
-    ) -> None:
+    ) -> Part | None:
         """A pass begins, and the first answer is there."""
         self.on_gradient(peer, message, frame)
         frame.buffers.clear()
-        self.on_start(peer, message, frame)
+        return self.on_start(peer, message, frame)
 
     def on_start(
         self, peer: Peer, message: PassStart | GradientAndStart, frame: Frame
-    ) -> None:
-        """A pass begins; runs our part of it."""
+    ) -> Part | None:
+        """A pass begins; returns our part of it, if that can be run now."""
         name = ContextName(message.key, message.incarnation)
         pass_id = PassId(message.starter, message.number)
         side = self.registry.find(name)
@@ -231,31 +232,35 @@ class Exchange:
             except LimitExceeded as error:
                 over = self.describe(error)
                 self._tell_abort(name, pass_id, peer.info.id, over)
-                return
+                return None
         if side is None:
             cause = self.registry.why_broken(name)
             cause = cause or self.describe(self._no_side(name))
             self._tell_abort(name, pass_id, peer.info.id, cause)
-            return
+            return None
         if not 0 <= message.destination < _NUM_DESTINATIONS:
             raise RemoteProtocolError(f"unknown destination {message.destination}")
         kind = PassKind(message.destination, message.retain, message.create_graph)
         with side.lock:
             pass_, instructions = side.state.on_start(pass_id, peer.info.id, kind)
             run: Run | None = None
-            roots: list[Tensor] = []
+            part: Part | None = None
             if pass_ is not None:
-                roots = side.peek_tail()
+                tail = side.peek_tail()
+                awaited = side.unanswered(tail)
                 run = self.begin(side, pass_)
                 run.autocast = message.autocast
+                context = contextvars.copy_context()
+                part = functools.partial(context.run, self._join, side, run, tail)
+                if awaited:
+                    run.part, run.awaited, part = part, awaited, None
         self.perform(side, run, instructions)
-        if run is None:
-            return
-        if peer.link is not None:
-            peer.link.shed()  # activations were sent: the memory is needed for gradients
-        contextvars.copy_context().run(self._join, side, run, roots)
-        if peer.fate is not None:
-            self.peer_lost(peer)  # as for calls: those who were told had no side yet
+        if run is not None:
+            if peer.link is not None:
+                peer.link.shed()  # activations were sent: gradients need the memory
+            if peer.fate is not None:
+                self.peer_lost(peer)  # those who were told had no side yet
+        return part
 
     def _no_side(self, name: ContextName) -> GradwireError:
         if is_implicit(name.key):
@@ -334,13 +339,15 @@ class Exchange:
             copies = [own[id(g)] for g in tracked]
             answer = Answer(present, values, copies, history, after)
             number = message.number
-            self._on_answer(
-                side,
-                pass_id,
-                number,
-                answer if present else NONE,
-                not run.retain,
-                self.me,
+            self._run_soon(
+                self._on_answer(
+                    side,
+                    pass_id,
+                    number,
+                    answer if present else NONE,
+                    not run.retain,
+                    self.me,
+                )
             )
             return
         out: Gradient | GradientAndStart
@@ -385,11 +392,11 @@ class Exchange:
 
     def on_gradient(
         self, peer: Peer, message: Gradient | GradientAndStart, frame: Frame
-    ) -> None:
-        """The answer to a message of ours."""
+    ) -> Part | None:
+        """The answer to a message of ours; returns what can be run now, if anything."""
         side = self.registry.find(message)
         if side is None:
-            return
+            return None
         answer: Any = NONE
         if message.present:
             values, tensors = decode_value(
@@ -406,7 +413,7 @@ class Exchange:
                 message.after,
             )
         pass_id = PassId(message.starter, message.number)
-        self._on_answer(
+        return self._on_answer(
             side, pass_id, message.message, answer, message.is_last, peer.info.id
         )
 
@@ -418,7 +425,7 @@ class Exchange:
         answer: Any,
         is_last: bool,
         sender: int,
-    ) -> None:
+    ) -> Part | None:
         history = None
         if answer is not NONE and answer.history >= 0:
             history = sender, answer.history
@@ -426,14 +433,20 @@ class Exchange:
             is_wanted, instructions = side.state.on_answer(
                 pass_id, number, answer, is_last, history
             )
-            run, outcome = side.run, None
+            run, outcome, part = side.run, None, None
             if is_wanted and run is not None:
                 outcome = run.waiting.pop(number, None)
+                part = run.answered(number)
             if outcome is not None:
                 answer = side.state.take_answer(number)
         if outcome is not None:
             outcome.finish(answer, None)
         self.perform(side, run, instructions)
+        return part
+
+    def _run_soon(self, part: Part | None) -> None:
+        if part is not None:
+            self.agent.run_soon(part)
 
     def on_dead(self, peer: Peer, message: Dead, frame: Frame) -> None:
         """A message of ours was dropped on its way."""
@@ -459,9 +472,13 @@ class Exchange:
         """A message of ours will be answered in no pass."""
         with side.lock:
             side.state.mark_dead(number)
-            outcome = side.run.waiting.pop(number, None) if side.run else None
+            outcome = part = None
+            if side.run is not None:
+                outcome = side.run.waiting.pop(number, None)
+                part = side.run.answered(number)
         if outcome is not None:
             outcome.finish(NONE, None)
+        self._run_soon(part)
 
     def tell_dead(self, peer: Peer, name: ContextName, number: int) -> None:
         """A message of a peer was dropped here."""
@@ -583,7 +600,7 @@ class Exchange:
 
     def _break(self, run: Run, error: BaseException) -> list[Outcome]:
         run.failure = run.failure or error
-        if run.pass_.is_running:
+        if run.take_part() is None and run.pass_.is_running:
             run.side.failed = run
         outcomes = [*run.waiting.values(), *run.children.values()]
         run.waiting.clear()
@@ -658,7 +675,7 @@ class Exchange:
             self.mark_dead(side, instruction.message)
         elif isinstance(instruction, TellNone):
             to, pass_id, number, is_last = instruction
-            self._on_answer(side, pass_id, number, NONE, is_last, to)
+            self._run_soon(self._on_answer(side, pass_id, number, NONE, is_last, to))
 
     def _encode_start(self, run: Run) -> Outgoing:
         return encode(

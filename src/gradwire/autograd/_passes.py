@@ -410,6 +410,12 @@ class ContextState:
         answer, _ = self._answers.get(current.id, {}).pop(message, (WAIT, None))
         return answer
 
+    def is_answered(self, message: int) -> bool:
+        """Whether a send of the current pass would not have to wait."""
+        if self.current is None or message in self._dead:
+            return True
+        return message in self._answers.get(self.current.id, ())
+
     # --------------------------------------------------------------------------- end
 
     def local_end(self) -> list[Instruction]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from torch import Tensor
@@ -14,9 +15,12 @@ from gradwire.rpc.extension import Outcome
 if TYPE_CHECKING:
     from gradwire.autograd._context import Received, Side
 
-__all__ = ["Answer", "Run"]
+__all__ = ["Answer", "Part", "Run"]
 
 _DESTINATIONS = tuple(Destination)
+
+Part: TypeAlias = Callable[[], None]
+"""A worker's part of a pass, to be run."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -34,11 +38,13 @@ class Run:
 
     __slots__ = (
         "autocast",
+        "awaited",
         "children",
         "create_graph",
         "destination",
         "failure",
         "limit",
+        "part",
         "pass_",
         "recvs",
         "retain",
@@ -66,7 +72,21 @@ class Run:
         self.limit = 0.0  # when the starter gives up, 0: never
         self.failure: BaseException | None = None
         self.waiting: dict[int, Outcome] = {}  # sends that the engine waits in
+        self.part: Part | None = None  # ours, while it has not begun
+        self.awaited: set[int] = set()  # sends whose answers it needs to begin
         self.children = {rank: Outcome() for rank in pass_.told}
+
+    def answered(self, event: int) -> Part | None:
+        """A send is answered; returns our part if it can begin now."""
+        if self.part is None:
+            return None
+        self.awaited.discard(event)
+        return None if self.awaited else self.take_part()
+
+    def take_part(self) -> Part | None:
+        """Our part, if it has not begun: whoever takes it runs it, or drops it."""
+        part, self.part = self.part, None
+        return part
 
     def forget(self) -> None:
         """The pass failed, and our part has ended too: the error is raised, or told.

@@ -213,17 +213,20 @@ class Agent:
             elif type(message) in self._requests:
                 return peer, message, frame
             elif (handler := self._handlers.get(type(message))) is not None:
-                handler(peer, message, frame)
+                work = handler(peer, message, frame)
+                if work is not None:
+                    return peer, work, None
             else:
                 self._on_control(link, peer, message)
         except GradwireError as error:
             self.lose(peer, f"it broke the protocol: {error}")
         return None
 
-    def is_slow(self, request: Any) -> bool:
+    def make_way(self, request: Any) -> None:
         """See `LinkOwner`."""
         message = request[1]
-        return type(message) is Call and self._server.is_slow(message.target)
+        if type(message) is Call:
+            self._server.make_way(message.target)
 
     def serve(self, link: Link, request: Any) -> None:
         """See `LinkOwner`."""
@@ -232,7 +235,12 @@ class Agent:
             if type(message) is Call:
                 self._server.serve(link, peer, message, frame)
                 return
-            self._requests[type(message)](peer, message, frame)
+            work = message
+            if frame is not None:
+                work = self._requests[type(message)](peer, message, frame)
+            del message, frame
+            if work is not None:
+                self._server.run_work(work, peer)
         except GradwireError as error:
             self.lose(peer, f"it broke the protocol: {error}")
 

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from gradwire.transport import Frame
     from gradwire.wire import Message
 
-    MessageHandlers = Mapping[type[Message], Callable[[Peer, Any, Frame], None]]
+    Work = Callable[[], None]
+    MessageHandlers = Mapping[type[Message], Callable[[Peer, Any, Frame], Work | None]]
 
 __all__ = [
     "Addition",

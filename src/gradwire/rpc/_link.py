@@ -20,7 +20,13 @@ from gradwire.rpc._future import Outcome
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import SpinGauge, readiness
-from gradwire.rpc._turn import LONGEST_TURN_S, LOOK_S, Turn, current_turn, set_turn
+from gradwire.rpc._turn import (
+    LONGEST_TURN_S,
+    LOOK_S,
+    Turn,
+    current_turn,
+    set_turn,
+)
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
 __all__ = ["Link", "LinkOwner"]
@@ -40,8 +46,8 @@ class LinkOwner(Protocol):
     def accept(self, link: Link, frame: Frame) -> Any:
         """Handles a frame, which may run callbacks; returns a request to serve, or None."""
 
-    def is_slow(self, request: Any) -> bool:
-        """Whether the request asks for something that is known to take long."""
+    def make_way(self, request: Any) -> None:
+        """Lets others go on if the request asks for something that is known to take long."""
 
     def serve(self, link: Link, request: Any) -> None:
         """Serves a request; may block."""
@@ -83,7 +89,10 @@ class Link:
         self._gauge = SpinGauge()  # for what comes unasked
         self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
-        self._is_ready = readiness(self._fileno)
+        self._is_ready = self._is_any_ready = readiness(self._fileno)
+        self._poller_fileno = pool.poller.fileno()
+        if self._poller_fileno is not None:  # for who leads: others need it, too
+            self._is_any_ready = readiness(self._fileno, self._poller_fileno)
         # Guards all below: readers, senders, those who handle what was read, or look.
         self._lock = threading.Lock()
         self._reader: object | None = None
@@ -204,7 +213,11 @@ class Link:
                 self.flush()
             self._quiet_since = time.perf_counter()
             # Whoever waits for what this thread has read needs the interpreter now.
-            if has_answers or not self._gauge.spin(self._is_ready):
+            if has_answers:
+                return
+            look = self._is_any_ready if self._pool.leads else self._is_ready
+            ready = self._gauge.spin(look)
+            if not ready or self._poller_fileno in ready:
                 return
 
     def end_turn(
@@ -247,6 +260,7 @@ class Link:
         since = turn.serving_since
         if since and now - since > LONGEST_TURN_S:
             self.end_turn(turn, if_since=since)
+            self._pool.depose(turn.thread)
             return False
         return True
 
@@ -386,11 +400,15 @@ class Link:
     def _wait(self, deadline: float, gauge: SpinGauge) -> None:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
-        if self._num_waiting or not gauge.spin(self._is_ready):
+        is_ready = self._is_any_ready if self._pool.leads else self._is_ready
+        ready = None if self._num_waiting else gauge.spin(is_ready)
+        if not ready:
             left = deadline - time.monotonic() if deadline else _SLICE_S
             # In slices: something else than this connection may end the wait.
-            self._is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
+            ready = is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
+        if self._poller_fileno in ready:
+            self._pool.resign()
 
     # ----------------------------------------------------------------------- handling
 
@@ -468,8 +486,11 @@ class Link:
                 self.end_if_over()
         if request is None:
             return
-        if turn is not None and not turn.is_over and self._owner.is_slow(request):
-            self.end_turn(turn)
+        if turn is not None and turn.is_callers:
+            # Its thread waits in the middle of something else.
+            self._pool.submit(functools.partial(self._owner.serve, self, request))
+            return
+        self._owner.make_way(request)
         holder.append(request)
         del request
         self._owner.serve(self, holder.pop())

@@ -37,6 +37,9 @@ class Poller(Protocol):
     def remove(self, fileno: int) -> None:
         """Forgets a descriptor; must precede its closing."""
 
+    def fileno(self) -> int | None:
+        """A descriptor that is readable while `wait` would return; None: there is none."""
+
     def wait(self, timeout_s: float) -> Event | None:
         """The next event; None after the limit or when woken."""
 
@@ -78,6 +81,9 @@ class EpollPoller:
 
     def remove(self, fileno: int) -> None:
         self._epoll.unregister(fileno)
+
+    def fileno(self) -> int | None:
+        return self._epoll.fileno()
 
     def wait(self, timeout_s: float) -> Event | None:
         events = self._epoll.poll(timeout_s, 1)
@@ -152,6 +158,9 @@ class SelectorPoller:
             self._apply()
         finally:
             self._turn.release()
+
+    def fileno(self) -> int | None:
+        return None  # what is wanted is told to the selector only when somebody waits
 
     def wait(self, timeout_s: float) -> Event | None:
         if not self._turn.acquire(timeout=timeout_s):

@@ -1,22 +1,24 @@
 """The agent's threads: they wait for descriptors, and run what must run.
 
-Leader and followers: all idle threads wait in the poller; the kernel gives an event to
-one of them, and that thread does the work itself. There is no hand-off, and whoever is
-about to run foreign code (a handler, a callback) first makes sure that somebody else
-is left to wait. So the pool grows while handlers block, and nothing that they do keeps
-a reply or a heartbeat from being read.
+Leader and followers: one thread waits in the poller, and does what comes itself; there is
+no hand-off. The others wait in reserve for their turn to lead (see `_lead`). Whoever is
+about to run foreign code (a handler, a callback) first makes sure that somebody is left
+there. So the pool grows while handlers block, and nothing that they do keeps a reply or
+a heartbeat from being read for long.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+from gradwire.rpc._lead import Lead
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._poller import make_poller
-from gradwire.rpc._turn import set_helper
+from gradwire.rpc._turn import LONGEST_TURN_S, set_helper
 
 __all__ = ["WorkerPool"]
 
@@ -42,7 +44,16 @@ class WorkerPool:
         self._num_begun = self._num_begun_before = 0
         self._num_wakes = 1
         self._keep_idle = keep_idle
-        self.poller = make_poller()
+        self.poller = self.reserve = make_poller()
+        fileno = self.poller.fileno()
+        watch: Callable[[bool], None] | None = None
+        if fileno is not None:
+            self.reserve = make_poller()
+            self.reserve.add(fileno)
+            watch = functools.partial(self.reserve.arm, fileno, write=False)
+        self._lead = Lead(watch)
+        self._poller_fileno = fileno
+        self._reserved: set[int] = set()
         self._callbacks: dict[int, Callable[[bool, bool], None]] = {}
         self._queue: deque[Callable[[], None]] = deque()
         # Guards `_threads`, `_idle`, `_count` and `_closed`; touched by all threads of
@@ -53,22 +64,45 @@ class WorkerPool:
         self._count = 0
         self._closed = False
         self._local = _Local()
+        # By thread: since when it has been at a piece of work of the queue.
+        self._working_since: dict[int, float] = {}
+        self._num_wanted = 0  # threads that shall work at the queue at the same time
 
     # --------------------------------------------------------------- descriptors
 
-    def watch(self, fileno: int, callback: Callable[[bool, bool], None]) -> None:
+    def watch(
+        self,
+        fileno: int,
+        callback: Callable[[bool, bool], None],
+        *,
+        in_reserve: bool = False,
+    ) -> None:
         """Calls ``callback(readable, writable)`` on a pool thread for each event.
 
         The descriptor starts unarmed; see `Poller.arm`. A callback that raises is
         logged, and nothing else happens.
+
+        Args:
+            fileno: The descriptor.
+            callback: What to call.
+            in_reserve: It is in the poller ``reserve``, and called even if whoever leads
+                is stuck.
         """
         self._callbacks[fileno] = callback
-        self.poller.add(fileno)
+        if in_reserve:
+            self._reserved.add(fileno)
+            self.reserve.add(fileno)
+        else:
+            self.poller.add(fileno)
 
     def unwatch(self, fileno: int) -> None:
         """Forgets the descriptor; call it before closing it."""
         if self._callbacks.pop(fileno, None) is not None:
-            self.poller.remove(fileno)
+            if fileno in self._reserved:
+                self._reserved.discard(fileno)
+                self.reserve.remove(fileno)
+            else:
+                self.poller.remove(fileno)
 
     # ----------------------------------------------------------------------- work
 
@@ -95,26 +129,50 @@ class WorkerPool:
         self._on_work()
 
     def check_stall(self) -> bool:
-        """Wakes more threads if the queue did not move since the last check.
+        """Lets others go on if whoever leads, or the queue, is stuck.
 
         Returns:
             Whether it has to be called again soon.
         """
+        leader = self._lead.holder
+        since = self._working_since.get(leader)
+        if since is not None and time.monotonic() - since > LONGEST_TURN_S:
+            self.depose(leader)
         if not self._queue:
             self._num_wakes = 1
-            return False
+            return since is not None
         if self._num_begun != self._num_begun_before:
             self._num_wakes = 1
         else:
+            # More than one: who comes may get stuck as well.
+            self._num_wanted = self._num_wakes
             for _ in range(self._num_wakes):
                 self._call_for_help()
+            self.depose(leader)
             self._num_wakes = min(2 * self._num_wakes, 64)
         self._num_begun_before = self._num_begun
         return True
 
+    @property
+    def leads(self) -> bool:
+        """Whether the current thread leads; see `_lead`."""
+        return self._lead.is_mine
+
+    def resign(self) -> None:
+        """The current thread is about to do something that takes its time."""
+        self.depose(threading.get_ident())
+
+    def depose(self, thread: int) -> None:
+        """A thread takes long: if it leads, another one shall when there is something."""
+        if self._lead.depose(thread):
+            self.ensure_follower()
+            if self._queue:
+                self.poller.wake()
+
     def _help_with_rest(self) -> None:
-        """The current thread is about to block: others go on with the queue."""
+        """The current thread reads something else: others go on with the queue."""
         if self._queue:
+            self.resign()
             self._call_for_help()
 
     def ensure_follower(self) -> None:
@@ -145,11 +203,13 @@ class WorkerPool:
 
     def _run(self) -> None:
         self._local.is_pool_thread = True
-        set_helper(self._help_with_rest)
+        set_helper(self._help_with_rest, self.resign)
         try:
             while not self._closed:
                 event = None
-                if not self._queue:
+                if not self._lead.claim():
+                    event = self.reserve.wait(_IDLE_S)
+                elif not self._queue:
                     event = self.poller.wait(_IDLE_S)
                 with self._lock:
                     self._idle -= 1
@@ -163,12 +223,13 @@ class WorkerPool:
                 if event is None and not worked and self._may_leave():
                     return
         finally:
+            self.resign()  # while it still counts, the pollers are open
             with self._lock:
                 self._idle -= 1
                 self._threads.discard(threading.current_thread())
                 is_last = self._closed and not self._threads
             if is_last:
-                self.poller.close()
+                self._close_pollers()
 
     def _may_leave(self) -> bool:
         with self._lock:
@@ -176,13 +237,16 @@ class WorkerPool:
 
     def _handle(self, fileno: int, readable: bool, writable: bool) -> None:
         callback = self._callbacks.get(fileno)
-        if callback is not None:
+        if fileno == self._poller_fileno:
+            self._lead.was_called()
+        elif callback is not None:
             self._guard(lambda: callback(readable, writable))
 
     def _drain(self) -> bool:
         """Runs what is in the queue; help comes if a piece blocks, see `_turn`."""
         worked = False
-        while self._queue:
+        me = threading.get_ident()
+        while self._queue and self._lead.is_mine:
             try:
                 work = self._queue.popleft()
             except IndexError:  # another thread was faster
@@ -190,7 +254,14 @@ class WorkerPool:
             worked = True
             self._num_begun += 1
             self.ensure_follower()
-            self._guard(work)
+            if self._num_wanted:
+                self._num_wanted -= 1
+                self.resign()
+            self._working_since[me] = time.monotonic()
+            try:
+                self._guard(work)
+            finally:
+                del self._working_since[me]
             del work  # it may hold tensors that the peer waits to get back
         return worked
 
@@ -226,8 +297,14 @@ class WorkerPool:
             # The last thread that leaves closes the poller; it needs the lock for that.
             if self._threads:
                 self.poller.wake_all()
+                self.reserve.wake_all()
             elif not was_closed:
-                self.poller.close()
+                self._close_pollers()
         for thread in threads:
             thread.join(max(0.0, limit - time.monotonic()))
         return [t.name for t in threads if t.is_alive()]
+
+    def _close_pollers(self) -> None:
+        self.poller.close()
+        if self.reserve is not self.poller:
+            self.reserve.close()

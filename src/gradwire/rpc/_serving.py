@@ -34,7 +34,7 @@ from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
-from gradwire.rpc._turn import about_to_block, current_turn
+from gradwire.rpc._turn import about_to_block, about_to_compute, current_turn
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.transport import Frame, Ticket
 from gradwire.wire import (
@@ -56,6 +56,8 @@ INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
 """Begin of the names of functions that agents call for themselves."""
 
 _SLOW_S = 500e-6
+_BUSY_S = 120e-6
+_BUSY_WORK_S = 1e-3
 _QUICK_S = 50e-6
 _SLOW_TIMES = 3
 
@@ -81,6 +83,8 @@ class Server:
         # How often in a row each function took long. Written without a lock: of two
         # values at the same time, either is good enough.
         self._times_slow: dict[str | None, int] = {}
+        self._times_busy: dict[str | None, int] = {}
+        self._times_busy_for: dict[int, int] = {}  # by worker: with other work
 
     @property
     def num_active(self) -> int:
@@ -103,12 +107,15 @@ class Server:
                 r for r in self._active if r.peer is not peer or not r.is_waiting
             }
 
-    def is_slow(self, target: str | None) -> bool:
-        """Whether a function takes so long that others should not wait for it.
+    def make_way(self, target: str | None) -> None:
+        """Lets others go on, before something that takes so long that they should.
 
         Once or twice proves nothing: the thread may have been kept from running.
         """
-        return self._times_slow.get(target, 0) >= _SLOW_TIMES
+        if self._times_slow.get(target, 0) >= _SLOW_TIMES:
+            about_to_block()
+        elif self._times_busy.get(target, 0) >= _SLOW_TIMES:
+            about_to_compute()
 
     def serve(  # noqa: PLR0912, PLR0915 - written out: each step costs each call
         self, link: Link, peer: Peer, call: Call, frame: Frame
@@ -187,6 +194,9 @@ class Server:
             return
         frame.buffers.clear()  # the arguments alone keep their memory now
         context = contextvars.copy_context()
+        # That clock costs something: only where it may turn out that it matters.
+        is_suspect = call.target in self._times_busy
+        before_s = time.thread_time() if is_suspect else 0.0
         start = time.perf_counter()
         try:
             result = context.run(self._run, request, function, args, kwargs)
@@ -196,7 +206,7 @@ class Server:
             return
         took_s = time.perf_counter() - start
         request.was_quick = took_s < _QUICK_S
-        self._note_duration(call.target, took_s)
+        self._note_times(call.target, took_s, before_s)
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
@@ -221,11 +231,30 @@ class Server:
         else:
             request.succeed_later(result, function)
 
-    def _note_duration(self, target: str | None, duration_s: float) -> None:
-        if duration_s > _SLOW_S:
+    def _note_times(self, target: str | None, took_s: float, before_s: float) -> None:
+        """Notes how long a function took, and if it is suspected to be busy, how busy."""
+        if took_s > _SLOW_S:
             self._times_slow[target] = self._times_slow.get(target, 0) + 1
-        elif target in self._times_slow:
+        elif self._times_slow:
             self._times_slow.pop(target, None)
+        # Busy by the processor's time: one that was kept from running need not make way.
+        if took_s > _BUSY_S:
+            is_busy = before_s and time.thread_time() - before_s > _BUSY_S
+            times = self._times_busy.get(target, 0) + 1 if is_busy else 0
+            self._times_busy[target] = times
+        elif self._times_busy:
+            self._times_busy.pop(target, None)
+
+    def run_work(self, work: Callable[[], None], peer: Peer) -> None:
+        """Runs what a message has set off that is no call."""
+        rank = peer.info.id
+        times = self._times_busy_for.get(rank, 0)
+        if times >= _SLOW_TIMES:
+            about_to_compute()
+        before_s = time.thread_time()
+        work()
+        is_busy = time.thread_time() - before_s > _BUSY_WORK_S
+        self._times_busy_for[rank] = times + 1 if is_busy else 0
 
     def _drop(
         self,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 __all__ = ["SpinGauge", "readiness"]
+
+_Found = TypeVar("_Found")
 
 _LONGEST_SPIN_S = 2e-3
 _LOOK_ROUND_S = 100e-6
@@ -16,8 +19,10 @@ _PREEMPTED_S = 2e-3
 _FEWEST_SKIPPED, _MOST_SKIPPED = 16, 512
 
 
-def readiness(*filenos: int, write: bool = False) -> Callable[[float], object]:
+def readiness(*filenos: int, write: bool = False) -> Callable[[float], Collection[int]]:
     """A function that waits up to so many milliseconds for any descriptor to be readable.
+
+    It returns those that are. One thread at a time may call it.
 
     Args:
         filenos: The descriptors.
@@ -27,9 +32,15 @@ def readiness(*filenos: int, write: bool = False) -> Callable[[float], object]:
         poll = select.poll()
         for fileno in filenos:
             poll.register(fileno, select.POLLIN | (select.POLLOUT if write else 0))
-        return poll.poll
+        look = poll.poll
+        return lambda ms: [fileno for fileno, _ in found] if (found := look(ms)) else ()
     writers = filenos if write else ()
-    return lambda ms: any(select.select(filenos, writers, [], ms / 1e3))
+
+    def select_from(ms: float) -> Collection[int]:
+        readable, writable, _ = select.select(filenos, writers, [], ms / 1e3)
+        return {*readable, *writable}
+
+    return select_from
 
 
 # The peer itself may have been put on this very core: then it must run now, or both lose.
@@ -65,17 +76,17 @@ class SpinGauge:
         waited_s = min(waited_s, 4 * _LONGEST_SPIN_S)
         self._typical_s += (waited_s - self._typical_s) / 8
 
-    def spin(self, is_ready: Callable[[int], object]) -> bool:
-        """Calls ``is_ready(0)`` until it is true, and notes how long that took.
+    def spin(self, look: Callable[[int], _Found]) -> _Found | None:
+        """Calls ``look(0)`` until it finds something, and notes how long that took.
 
         Returns:
-            False when it is time to sleep.
+            What it found; None when it is time to sleep.
         """
         if self._skip > 0:
             self._skip -= 1
-            return False
+            return None
         if self._typical_s > _LONGEST_SPIN_S or SpinGauge._is_taken:
-            return False
+            return None
         limit = min(4 * self._typical_s + 100e-6, _LONGEST_SPIN_S)
         # Other threads are looked for in a spin that lasts, when it has lasted a little
         # and from then on: the clock of a process is a system call.
@@ -84,24 +95,24 @@ class SpinGauge:
         SpinGauge._is_taken = True
         try:
             start = last = time.perf_counter()
-            while not is_ready(0):
+            while not (found := look(0)):
                 _yield_core()
                 now = time.perf_counter()
                 if now - last > _PREEMPTED_S:
                     self._skip = self._penalty
                     self._penalty = min(2 * self._penalty, _MOST_SKIPPED)
-                    return False
+                    return None
                 if now - start > limit:
-                    return False
+                    return None
                 if now - start > look_at:
                     before, used = used, time.process_time()
                     if before is not None and used - before > _CROWDED * (now - looked):
-                        return False
+                        return None
                     looked = now
                     look_at += _LOOK_ROUND_S
                 last = now
             self._penalty = _FEWEST_SKIPPED
             self._typical_s += (last - start - self._typical_s) / 8
-            return True
+            return found
         finally:
             SpinGauge._is_taken = False

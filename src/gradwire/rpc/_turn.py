@@ -30,6 +30,7 @@ __all__ = [
     "LOOK_S",
     "Turn",
     "about_to_block",
+    "about_to_compute",
     "call_for_help",
     "current_turn",
     "set_helper",
@@ -48,6 +49,7 @@ class _Local(threading.local):
 
     turn: Turn | None = None
     call_for_help: Callable[[], None] | None = None
+    resign: Callable[[], None] | None = None
 
 
 _local = _Local()
@@ -56,10 +58,11 @@ _local = _Local()
 class Turn:
     """One thread's turn. Its `Link` guards the fields, all but ``rest``."""
 
-    __slots__ = ("is_callers", "is_over", "link", "rest", "serving_since")
+    __slots__ = ("is_callers", "is_over", "link", "rest", "serving_since", "thread")
 
     def __init__(self, link: Link, *, is_callers: bool = False) -> None:
         self.link = link
+        self.thread = threading.get_ident()
         self.is_callers = is_callers  # its thread waits in the middle of something else
         self.is_over = False
         self.serving_since = 0.0  # 0: it reads or waits, which never takes long
@@ -78,9 +81,14 @@ def set_turn(turn: Turn | None) -> None:
     _local.turn = turn
 
 
-def set_helper(helper: Callable[[], None]) -> None:
-    """What the current thread does before it blocks, so that others go on."""
-    _local.call_for_help = helper
+def set_helper(helper: Callable[[], None], resign: Callable[[], None]) -> None:
+    """What the current thread does so that others go on.
+
+    Args:
+        helper: Before it waits for one connection, and reads it.
+        resign: Before it does something else that takes its time.
+    """
+    _local.call_for_help, _local.resign = helper, resign
 
 
 def call_for_help() -> None:
@@ -90,9 +98,16 @@ def call_for_help() -> None:
         helper()
 
 
+def about_to_compute() -> None:
+    """To be called before something that takes long, and keeps the turn."""
+    resign = _local.resign
+    if resign is not None:
+        resign()
+
+
 def about_to_block() -> None:
     """To be called before any other wait that may last."""
     turn = _local.turn
     if turn is not None and not turn.is_over:
         turn.link.end_turn(turn)
-    call_for_help()
+    about_to_compute()

@@ -46,7 +46,7 @@ class TurnWatch:
         self._alarm = alarm
         self.has_alarm = alarm is not None
         if alarm is not None:
-            pool.watch(alarm.fileno(), self._on_alarm)
+            pool.watch(alarm.fileno(), self._on_alarm, in_reserve=True)
         # Guards all below, and the alarm: whoever calls, serves or looks.
         self._lock = threading.Lock()
         self._look_by = _NEVER
@@ -60,7 +60,7 @@ class TurnWatch:
 
     def _listen(self) -> None:
         if self._alarm is not None:
-            self._pool.poller.arm(self._alarm.fileno(), read=True, write=False)
+            self._pool.reserve.arm(self._alarm.fileno(), read=True, write=False)
 
     def look_soon(self) -> None:
         """Calls were held back: looks in a moment."""

@@ -31,8 +31,8 @@ class Owner:
         self.heads.put(bytes(frame.head))
         self.threads.put(threading.current_thread())
 
-    def is_slow(self, request: Any) -> bool:
-        return False
+    def make_way(self, request: Any) -> None:
+        pass
 
     def serve(self, link: Link, request: Any) -> None:
         raise AssertionError("there are no requests")

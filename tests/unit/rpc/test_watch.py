@@ -101,9 +101,10 @@ class StubPool:
     num_checks = 0
 
     def __init__(self) -> None:
-        self.poller = self
+        self.reserve = self
 
-    def watch(self, fileno: int, callback: Any) -> None:
+    def watch(self, fileno: int, callback: Any, *, in_reserve: bool = False) -> None:
+        assert in_reserve
         self.callback = callback
 
     def unwatch(self, fileno: int) -> None:
