@@ -57,7 +57,12 @@ _LAST_DELAY_S = 0.05
 # A worker may die between a post and its count; look at everything now and then.
 _FULL_LOOK_S = 1.0
 _ASK_AGAIN_S = 1.0  # whoever did not answer
-_MAX_CONFLICT_BYTES = 1024
+_MAX_CONFLICT_BYTES = 2048
+_MAX_GIVEN_UP = 16
+# Those who come late to a group that has given up: how old the news may be, and how long
+# they wait whether somebody tries again.
+_NEWS_S = 60.0
+_PATIENCE_S = 2.0
 
 
 def _worker_key(rank: int) -> str:
@@ -73,14 +78,24 @@ def _conflict_key(rank: int) -> str:
 
 
 class _Conflict(msgspec.Struct):
-    """Why a worker cannot be in one group with the one that this is addressed to.
+    """Why there will be no group with the one that this is addressed to.
 
-    Two workers that exclude each other both fail. The first to notice leaves word for
-    the other, which would else wait for it until its timeout.
+    Workers that exclude each other all fail, and with them those that wait for the same
+    group. The first to notice leaves word for the others, which would else wait for it
+    until their timeouts; also for those that are still to come.
+
+    Attributes:
+        incarnation: The one that it is addressed to; 0: whoever comes.
+        text: Why.
+        given_up: Ranks and incarnations of those who exclude each other. If another life
+            of such a rank is there, it is a new try.
+        at: When, by the clock of the writer's host.
     """
 
     incarnation: int
     text: str
+    given_up: list[tuple[int, int]] = []
+    at: float = 0.0
 
 
 class _View(NamedTuple):
@@ -91,6 +106,7 @@ class _View(NamedTuple):
     ready: frozenset[int]  # ranks that posted this very digest
     complete: bytes | None  # digest that somebody has seen complete
     conflict: str | None = None  # what another worker has against this one
+    rumour: _Conflict | None = None  # what made others give up before it came
 
 
 _NOTHING = _View({}, "", frozenset(), None)
@@ -138,7 +154,7 @@ class Rendezvous:
         self._ask_again: dict[int, float] = {}  # when, if nobody answered
         self._snapshot = _NOTHING  # the group whose digest we have posted
         self._names: dict[int, str] = {}  # of all that were seen, by rank
-        self._deadline = 0.0
+        self._begin = self._deadline = 0.0
 
     def join(self) -> list[WorkerRecord]:
         """Waits until all workers are there, and returns their records by rank.
@@ -151,7 +167,8 @@ class Rendezvous:
             RemoteProtocolError: The store holds something else than records.
             ConnectError: The store failed.
         """
-        self._deadline = time.monotonic() + self._timeout_s
+        self._begin = time.monotonic()
+        self._deadline = self._begin + self._timeout_s
         with StoreThread() as thread:
             try:
                 self._claim_rank(thread)
@@ -202,6 +219,7 @@ class Rendezvous:
                 view = self._call(thread, self._look)
                 self._names |= {r: record.name for r, record in view.records.items()}
                 self._check_conflicts(view)
+                self._check_rumour(thread, view)
                 if self._is_complete(thread, view):
                     return self._enter(thread)
             self._check_time(view)
@@ -229,16 +247,16 @@ class Rendezvous:
             # as its own.
             self._swap("", self._text)
             self._store.add("changes", 1)
-        conflict = self._read_conflict()
+        conflict, rumour = self._read_conflict()
         if len(records) < self._world_size:
-            return _View(records, "", frozenset(), complete, conflict)
+            return _View(records, "", frozenset(), complete, conflict, rumour)
         digest = membership_digest(records.values())
         ready = frozenset(
             rank
             for rank in records
             if read_key(self._store, _ready_key(rank)) == digest.encode()
         )
-        return _View(records, digest, ready, complete, conflict)
+        return _View(records, digest, ready, complete, conflict, rumour)
 
     def _check_conflicts(self, view: _View) -> None:
         if view.conflict is not None:
@@ -256,6 +274,7 @@ class Rendezvous:
         for record in view.records.values():
             if record.world_size != me.world_size and self._is_answering(record):
                 self._quarrel(
+                    view,
                     [record],
                     f"all workers must be given the same world_size: worker {me.name!r} "
                     f"(rank {me.rank}) has {me.world_size}, worker {record.name!r} (rank "
@@ -263,6 +282,7 @@ class Rendezvous:
                 )
             if record.serializer != me.serializer and self._is_answering(record):
                 self._quarrel(
+                    view,
                     [record],
                     f"all workers must have the same option serializer: worker {me.name!r} "
                     f"(rank {me.rank}) has {me.serializer!r}, worker {record.name!r} (rank "
@@ -273,6 +293,7 @@ class Rendezvous:
                 continue
             if self._is_answering(twin) and self._is_answering(record):
                 self._quarrel(
+                    view,
                     [r for r in view.records.values() if r.name == record.name],
                     f"worker name {record.name!r} is not unique: ranks {twin.rank} and "
                     f"{record.rank} both have it; give every worker a name of its own",
@@ -280,29 +301,51 @@ class Rendezvous:
             if not self._is_answering(twin):
                 by_name[record.name] = record
 
-    def _quarrel(self, others: list[WorkerRecord], text: str) -> NoReturn:
+    def _check_rumour(self, thread: StoreThread, view: _View) -> None:
+        """Fails if others have given up before we came, and none of them is back."""
+        if view.rumour is None:
+            return
+        if any(
+            rank in view.records and view.records[rank].incarnation != life
+            for rank, life in view.rumour.given_up
+        ):
+            key = _conflict_key(self._record.rank)
+            self._call(thread, self._store.delete_key, key)  # it is a new try
+        elif time.monotonic() - self._begin > _PATIENCE_S:
+            raise UsageError(view.rumour.text)
+
+    def _quarrel(self, view: _View, parties: list[WorkerRecord], text: str) -> NoReturn:
         """Raises the error here, and leaves word for the other workers."""
-        for other in others:
-            if other.rank != self._record.rank:
-                conflict = _Conflict(other.incarnation, text)
-                self._store.set(
-                    _conflict_key(other.rank), msgspec.json.encode(conflict).decode()
-                )
+        told = {r.rank: r.incarnation for r in parties}
+        if not any(record.active for record in view.records.values()):
+            # Nobody runs yet, and nobody will: the group cannot become complete.
+            told = dict.fromkeys(range(self._world_size), 0)
+            told |= {r.rank: r.incarnation for r in view.records.values()}
+        told.pop(self._record.rank, None)
+        given_up = sorted({(r.rank, r.incarnation) for r in (self._record, *parties)})
+        for rank, incarnation in told.items():
+            conflict = _Conflict(
+                incarnation, text, given_up[:_MAX_GIVEN_UP], time.time()
+            )
+            self._store.set(_conflict_key(rank), msgspec.json.encode(conflict).decode())
         self._store.add("changes", 1)
         raise UsageError(text)
 
-    def _read_conflict(self) -> str | None:
-        """What another worker, which has given up by now, had against this one."""
+    def _read_conflict(self) -> tuple[str | None, _Conflict | None]:
+        """What other workers, which have given up by now, had against us, or in general."""
         data = read_key(self._store, _conflict_key(self._record.rank))
         if data is None:
-            return None
+            return None, None
         try:
             conflict = msgspec.json.decode(data[:_MAX_CONFLICT_BYTES], type=_Conflict)
         except (msgspec.DecodeError, ValueError, RecursionError):
-            return None  # not a word of ours; no reason to fail
-        if conflict.incarnation != self._record.incarnation:
-            return None
-        return "".join(c for c in conflict.text if c.isprintable())
+            return None, None  # not a word of ours; no reason to fail
+        conflict.text = "".join(c for c in conflict.text if c.isprintable())
+        if conflict.incarnation == self._record.incarnation:
+            return conflict.text, None
+        if conflict.incarnation or abs(time.time() - conflict.at) > _NEWS_S:
+            return None, None
+        return None, conflict
 
     def _is_answering(self, record: WorkerRecord) -> bool:
         if record.incarnation == self._record.incarnation:
@@ -425,7 +468,7 @@ class Rendezvous:
             self._record.incarnation
         ):
             self._store.delete_key(self._key)
-        if self._read_conflict() is not None:
+        if any(self._read_conflict()):
             self._store.delete_key(_conflict_key(self._record.rank))
         ready_key = _ready_key(self._record.rank)
         posted = self._snapshot.digest

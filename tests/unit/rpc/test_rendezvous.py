@@ -30,6 +30,7 @@ from gradwire.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from gradwire.rpc import _rendezvous
 from gradwire.rpc._open_group import claim_rank
 from gradwire.rpc._records import encode_record, membership_digest
 from gradwire.rpc._rendezvous import Rendezvous, WorkerRecord, parse_record
@@ -398,6 +399,91 @@ def test_same_name_fails_on_both_and_names_both_ranks(
         assert isinstance(error, UsageError)
         assert "'twin' is not unique: ranks 0 and 1" in str(error)
     assert keys_left(watcher, 2) == []
+
+
+def test_same_name_fails_on_all_that_wait_for_the_same_group(new_store: NewStore):
+    futures = [
+        spawn(rendezvous(new_store(), rank, 4, name=name, contact=alive))
+        for rank, name in enumerate(("other", "twin", "twin"))
+    ]
+    for future in futures:
+        error = future.exception(WAIT_S)
+        assert isinstance(error, UsageError)
+        assert "'twin' is not unique: ranks 1 and 2" in str(error)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rendezvous, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(_rendezvous, "_FULL_LOOK_S", 0.1)
+
+
+def give_up(store: dist.Store, world_size: int) -> None:
+    """Two workers quarrel, and leave; the others have not come yet."""
+    futures = [
+        spawn(rendezvous(store, rank, world_size, name="twin", contact=alive))
+        for rank in range(2)
+    ]
+    for future in futures:
+        assert isinstance(future.exception(WAIT_S), UsageError)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_those_who_come_after_a_quarrel_hear_of_it(store):
+    give_up(store, 4)
+
+    late = [spawn(rendezvous(store, rank, 4, contact=alive)) for rank in (2, 3)]
+
+    for future in late:
+        error = future.exception(WAIT_S)
+        assert isinstance(error, UsageError)
+        assert "'twin' is not unique: ranks 0 and 1" in str(error)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_comes_during_a_quarrel_hears_of_it(store):
+    """The others have not left yet: that they are there does not make it a new try."""
+    give_up(store, 3)
+    given_up = json.loads(store.get("conflict/2"))["given_up"]
+    for rank, life in given_up:
+        record = msgspec.structs.replace(make_record(rank), incarnation=life)
+        post(store, record, 3)
+
+    late = spawn(rendezvous(store, 2, 3))
+
+    assert "'twin' is not unique" in str(late.exception(WAIT_S))
+
+
+def test_quarrel_of_an_earlier_try_is_forgotten_in_the_next(store):
+    give_up(store, 3)
+
+    first = spawn(rendezvous(store, 2, 3, contact=alive))
+    others = [spawn(rendezvous(store, rank, 3, contact=alive)) for rank in range(2)]
+
+    for future in [first, *others]:
+        assert [record.name for record in future.result(WAIT_S)] == ["w0", "w1", "w2"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_old_quarrel_is_no_news(store, monkeypatch):
+    give_up(store, 3)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 61.0)
+
+    with pytest.raises(ConnectTimeout, match=r"waited 0\.5 s for 2 of 3 workers"):
+        rendezvous(store, 2, 3, timeout_s=0.5).join()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_newcomer_with_a_name_that_is_taken_disturbs_no_other(store):
+    """The group runs; two workers of it are replaced at the same time."""
+    post(store, make_record(0, "w0", active=True), 3)
+    bad = spawn(rendezvous(store, 1, 3, name="w0", contact=alive))
+    assert isinstance(bad.exception(WAIT_S), UsageError)
+
+    good = rendezvous(store, 2, 3, contact=alive, timeout_s=0.5)
+    with pytest.raises(ConnectTimeout, match="rank 1 has not joined"):
+        good.join()
 
 
 def test_name_left_by_a_dead_worker_of_another_rank_is_free(store):
