@@ -19,7 +19,7 @@ from gradwire.errors import ProtocolError
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._signals import interruptible
-from gradwire.rpc._spin import SpinGauge, readiness
+from gradwire.rpc._spin import Ready, SpinGauge, readiness
 from gradwire.rpc._turn import (
     LONGEST_TURN_S,
     LOOK_S,
@@ -217,7 +217,7 @@ class Link:
                 return
             look = self._is_any_ready if self._pool.leads else self._is_ready
             ready = self._gauge.spin(look)
-            if not ready or self._poller_fileno in ready:
+            if not ready or self._others_call(ready):
                 return
 
     def end_turn(
@@ -407,8 +407,12 @@ class Link:
             # In slices: something else than this connection may end the wait.
             ready = is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
-        if self._poller_fileno in ready:
+        if self._others_call(ready):
             self._pool.resign()
+
+    def _others_call(self, ready: Ready) -> bool:
+        """Whether the poller is among what is ready: who leads is needed elsewhere."""
+        return any([fileno == self._poller_fileno for fileno, _ in ready])
 
     # ----------------------------------------------------------------------- handling
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
 
-__all__ = ["SpinGauge", "readiness"]
+__all__ = ["Ready", "SpinGauge", "readiness"]
 
+Ready: TypeAlias = list[tuple[int, int]]
+"""Descriptors that are ready, each with what it is ready for."""
 _Found = TypeVar("_Found")
 
 _LONGEST_SPIN_S = 2e-3
@@ -19,10 +21,10 @@ _PREEMPTED_S = 2e-3
 _FEWEST_SKIPPED, _MOST_SKIPPED = 16, 512
 
 
-def readiness(*filenos: int, write: bool = False) -> Callable[[float], Collection[int]]:
+def readiness(*filenos: int, write: bool = False) -> Callable[[float], Ready]:
     """A function that waits up to so many milliseconds for any descriptor to be readable.
 
-    It returns those that are. One thread at a time may call it.
+    It returns those that are, as `select.poll` does. One thread at a time may call it.
 
     Args:
         filenos: The descriptors.
@@ -32,13 +34,12 @@ def readiness(*filenos: int, write: bool = False) -> Callable[[float], Collectio
         poll = select.poll()
         for fileno in filenos:
             poll.register(fileno, select.POLLIN | (select.POLLOUT if write else 0))
-        look = poll.poll
-        return lambda ms: [fileno for fileno, _ in found] if (found := look(ms)) else ()
+        return poll.poll
     writers = filenos if write else ()
 
-    def select_from(ms: float) -> Collection[int]:
+    def select_from(ms: float) -> Ready:
         readable, writable, _ = select.select(filenos, writers, [], ms / 1e3)
-        return {*readable, *writable}
+        return [(fileno, 0) for fileno in {*readable, *writable}]
 
     return select_from
 
