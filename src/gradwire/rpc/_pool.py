@@ -15,6 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from gradwire.rpc._lead import Lead
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._poller import make_poller
@@ -203,6 +205,9 @@ class WorkerPool:
 
     def _run(self) -> None:
         self._local.is_pool_thread = True
+        # Torch tells a new thread how many threads it may compute with, as the program has
+        # set it, only when somebody asks there; before, it takes all cores.
+        torch.get_num_threads()
         set_helper(self._help_with_rest, self.resign)
         try:
             while not self._closed:

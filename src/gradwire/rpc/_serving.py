@@ -571,6 +571,7 @@ class _EventLoop:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 _future.forbid_blocking_in(self._loop)
+                self._loop.call_soon(torch.get_num_threads)  # see `WorkerPool`
                 self._thread = threading.Thread(
                     target=self._loop.run_forever,
                     name=f"gradwire-{self._name}-asyncio",

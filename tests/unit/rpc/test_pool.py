@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -243,3 +248,44 @@ def test_close_from_a_pool_thread_returns(make_pool):
 
     assert stuck.get(timeout=LIMIT_S) == []
     wait_until(lambda: pool.num_threads == 0)
+
+
+# Computes on a thread of the pool; prints by how many threads the process has grown.
+COMPUTES = textwrap.dedent(
+    """
+    import os
+    import queue
+    import torch
+    from gradwire.rpc._pool import WorkerPool
+
+    torch.set_num_threads(1)
+    layer, x = torch.nn.Linear(256, 256), torch.randn(32, 256)
+    grown = queue.SimpleQueue()
+
+    def compute():
+        before = len(os.listdir("/proc/self/task"))
+        torch.autograd.grad(layer(x).sum(), layer.parameters())
+        grown.put(len(os.listdir("/proc/self/task")) - before)
+
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    pool.submit(compute)
+    print(grown.get(timeout=10))
+    pool.close(10)
+    """
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="it looks there")
+def test_threads_compute_with_as_many_threads_as_the_program_has_set():
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPUTES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+
+    assert run.stdout.strip() == "0"
