@@ -23,7 +23,10 @@ import probes
 from autograd_functions import call, call_async, parameter
 from gradwire import autograd, rpc
 from gradwire.autograd._exchange import Exchange
+from gradwire.autograd._messages import GradientAndStart
+from gradwire.autograd._recorder import Recorder
 from gradwire.errors import GraphConsumed, UsageError
+from gradwire.rpc._api import current_agent
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
@@ -662,3 +665,45 @@ def test_pass_that_fails_before_a_part_begins_leaves_nothing():
 
     expected = fn.in_one_process(lambda: watched().backward())
     fn.assert_same(gradients, expected.gradients)
+
+
+def begin_to_handle_starts_late() -> None:
+    """A gradient that comes with the begin of a pass is the last of two to be handled."""
+    handle = Exchange.on_gradient_and_start
+
+    def late(self: Exchange, peer: Any, message: Any, frame: Any) -> Any:
+        probes.wait_until(
+            lambda: any(
+                s.run and len(s.run.awaited) == 1 for s in self.registry.sides()
+            ),
+            "the other gradient",
+        )
+        return handle(self, peer, message, frame)
+
+    agent = current_agent()
+    (recorder,) = (i for i in agent.interceptors if isinstance(i, Recorder))
+    handler = functools.partial(late, recorder.exchange)
+    _patch.setitem(agent._requests, GradientAndStart, handler)
+
+
+def fetch_and_sum() -> Tensor:
+    total: Tensor = call("w1", handlers.get_parameter, "bias").sum()
+    return total
+
+
+@on_worker(0)
+def test_part_runs_if_its_last_gradient_comes_with_a_second_word_of_the_pass():
+    """The first word comes from w2, by another connection."""
+    fn.outside(call, "w1", begin_to_handle_starts_late)
+
+    def program() -> Tensor:
+        return call("w2", fetch_and_sum) + 2 * fetch().sum()
+
+    try:
+        with autograd.context(accumulate="grad"):
+            program().backward()
+    finally:
+        fn.outside(call, "w1", _patch.undo)
+    expected = fn.in_one_process(lambda: program().backward())
+
+    fn.assert_same(fn.fetch_grad(), expected.gradients)

@@ -406,6 +406,34 @@ def test_blocked_callbacks_do_not_delay_replies(make_cluster):
     assert cluster.run(0, block_callbacks, "w1", 30) < PROMPT_S
 
 
+def block_when_it_is_lost(to: str, name: str) -> None:
+    future = rpc.rpc_async(to, functions.block_until_set, args=("never",))
+    future.add_done_callback(lambda _: functions.block_until_set(name))
+
+
+def ping_while_blocked(to: str, name: str) -> float:
+    """How long the slowest of some calls took, of which the last one ends the blocking."""
+    call(to, functions.wait_until_blocked, name)
+    slowest = 0.0
+    for _ in range(20):
+        start = time.monotonic()
+        call(to, functions.get_pid)
+        slowest = max(slowest, time.monotonic() - start)
+    call(to, functions.set_event, name)
+    return slowest
+
+
+def test_callback_that_blocks_when_a_worker_is_lost_does_not_delay_others(make_cluster):
+    cluster = make_cluster(3)
+    cluster.run(0, call, "w1", functions.get_pid)
+    cluster.run(1, block_when_it_is_lost, "w2", "blocked")
+    cluster.run(2, functions.wait_until_blocked, "never")
+
+    cluster.kill(2)
+
+    assert cluster.run(0, ping_while_blocked, "w1", "blocked") < PROMPT_S
+
+
 def test_callbacks_may_call(cluster):
     assert cluster.run(0, call_in_callbacks, "w1", 20) == 21
 

@@ -214,9 +214,10 @@ class Exchange:
         self, peer: Peer, message: GradientAndStart, frame: Frame
     ) -> Part | None:
         """A pass begins, and the first answer is there."""
-        self.on_gradient(peer, message, frame)
+        # The pass may be known here already, and this be the answer that it waits for.
+        part = self.on_gradient(peer, message, frame)
         frame.buffers.clear()
-        return self.on_start(peer, message, frame)
+        return self.on_start(peer, message, frame) or part
 
     def on_start(
         self, peer: Peer, message: PassStart | GradientAndStart, frame: Frame
@@ -593,18 +594,29 @@ class Exchange:
             instructions = side.state.fail(pass_id, cause, sender, recvs)
             self._settle(side)
             is_here = run is not None and run.pass_.id == pass_id
-            outcomes = self._break(run, error) if run and is_here else []
+            outcomes, part = self._break(run if is_here else None, error)
+        del part  # and the graph with it, which may run any code
         self._after_end(side, run if is_here else None, instructions)
         for outcome in outcomes:
             outcome.finish(None, error)
 
-    def _break(self, run: Run, error: BaseException) -> list[Outcome]:
+    def _break(
+        self, run: Run | None, error: BaseException
+    ) -> tuple[list[Outcome], Part | None]:
+        """Ends a run, if there is one; the caller holds the lock.
+
+        Returns:
+            What to finish with the error, and what will not be run.
+        """
+        if run is None:
+            return [], None
         run.failure = run.failure or error
-        if run.take_part() is None and run.pass_.is_running:
+        part = run.take_part()
+        if part is None and run.pass_.is_running:
             run.side.failed = run
         outcomes = [*run.waiting.values(), *run.children.values()]
         run.waiting.clear()
-        return outcomes
+        return outcomes, part
 
     def peer_lost(self, peer: Peer) -> None:
         """Contexts that a lost worker opened are over; passes that need it fail."""
@@ -619,7 +631,8 @@ class Exchange:
                 instructions = side.state.lose(rank, cause)
                 self._settle(side)
                 is_over = run is not None and side.run is not run
-                outcomes = self._break(run, error) if run and is_over else []
+                outcomes, part = self._break(run if is_over else None, error)
+            del part  # as in `_fail`
             if is_over:
                 self._after_end(side, run, instructions)
             for outcome in outcomes:

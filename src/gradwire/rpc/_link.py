@@ -222,17 +222,20 @@ class Link:
 
     def end_turn(
         self, turn: Turn, *, later: bool = False, if_since: float | None = None
-    ) -> None:
+    ) -> bool:
         """Lets other threads read, and serve what the turn has not begun. Idempotent.
 
         Args:
             turn: The turn.
             later: Whoever had it will be back very soon; if not, `check_turn` arms.
             if_since: Only if it still serves what it began to serve then.
+
+        Returns:
+            Whether that has ended it.
         """
         with self._lock:
             if turn.is_over or if_since not in (None, turn.serving_since):
-                return
+                return False
             turn.is_over = True
             self._reader = self._turn = None
             if not later:
@@ -241,6 +244,7 @@ class Link:
             self._submit(_take_all(turn.rest))
         if self.holds:
             self.flush()
+        return True
 
     def check_turn(self, now: float) -> bool:
         """Ends a turn that serves for too long; returns whether to look again soon."""
@@ -259,8 +263,8 @@ class Link:
             return False
         since = turn.serving_since
         if since and now - since > LONGEST_TURN_S:
-            self.end_turn(turn, if_since=since)
-            self._pool.depose(turn.thread)
+            if self.end_turn(turn, if_since=since):
+                self._pool.depose(turn.thread)
             return False
         return True
 
@@ -388,7 +392,7 @@ class Link:
             if is_request(frame):
                 self._submit([frame])
             else:
-                self._handle([frame], None)
+                self._handle([frame], turn)
 
     def waits_elsewhere(self, number: int) -> None:
         """Counts the callers that wait for somebody else to read their answer."""
@@ -515,8 +519,13 @@ class Link:
             if not self._open:
                 return
             self._open = False
+            turn = self._turn
             self._pool.unwatch(self._fileno)
         self.connection.close()
+        if turn is not None:
+            # What ends with the connection may run foreign code, and looks do not see
+            # this turn any more.
+            self._pool.depose(turn.thread)
 
 
 def _take_all(rest: list[Frame]) -> list[Frame]:

@@ -209,6 +209,7 @@ class WorkerPool:
         # set it, only when somebody asks there; before, it takes all cores.
         torch.get_num_threads()
         set_helper(self._help_with_rest, self.resign)
+        is_counted = True
         try:
             while not self._closed:
                 event = None
@@ -216,6 +217,8 @@ class WorkerPool:
                     event = self.reserve.wait(_IDLE_S)
                 elif not self._queue:
                     event = self.poller.wait(_IDLE_S)
+                    if event is None and self._queue and not self._lead.is_mine:
+                        self.poller.wake()  # it was meant for who leads now
                 with self._lock:
                     self._idle -= 1
                 try:
@@ -225,20 +228,27 @@ class WorkerPool:
                 finally:
                     with self._lock:
                         self._idle += 1
-                if event is None and not worked and self._may_leave():
+                if event is None and not worked and self._leaves():
+                    is_counted = False
                     return
         finally:
-            self.resign()  # while it still counts, the pollers are open
+            if is_counted:
+                with self._lock:
+                    self._idle -= 1
+            self.resign()  # while the thread is in the set, the pollers are open
             with self._lock:
-                self._idle -= 1
                 self._threads.discard(threading.current_thread())
                 is_last = self._closed and not self._threads
             if is_last:
                 self._close_pollers()
 
-    def _may_leave(self) -> bool:
+    def _leaves(self) -> bool:
+        """Whether the current thread is one too many; then it counts no more."""
         with self._lock:
-            return self._idle > self._keep_idle or self._closed
+            if self._idle <= self._keep_idle and not self._closed:
+                return False
+            self._idle -= 1
+            return True
 
     def _handle(self, fileno: int, readable: bool, writable: bool) -> None:
         callback = self._callbacks.get(fileno)
@@ -252,19 +262,19 @@ class WorkerPool:
         worked = False
         me = threading.get_ident()
         while self._queue and self._lead.is_mine:
-            try:
-                work = self._queue.popleft()
-            except IndexError:  # another thread was faster
-                break
-            worked = True
-            self._num_begun += 1
-            self.ensure_follower()
-            if self._num_wanted:
-                self._num_wanted -= 1
-                self.resign()
+            # First of all: a look that finds the queue empty must see that somebody works.
             self._working_since[me] = time.monotonic()
             try:
+                work = self._queue.popleft()
+                worked = True
+                self._num_begun += 1
+                self.ensure_follower()
+                if self._num_wanted > 0:
+                    self._num_wanted -= 1
+                    self.resign()
                 self._guard(work)
+            except IndexError:  # another thread was faster
+                break
             finally:
                 del self._working_since[me]
             del work  # it may hold tensors that the peer waits to get back

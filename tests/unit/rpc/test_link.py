@@ -11,6 +11,7 @@ from typing import Any
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._turn import Turn
 from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
 
@@ -166,3 +167,35 @@ def test_end_is_not_reported_before_an_answer_that_came_with_a_request():
         link.close()
         peer.close()
         pool.close(LIMIT_S)
+
+
+class Worker(Owner):
+    """Every frame sets off some work."""
+
+    def is_request(self, frame: Frame) -> bool:
+        return False
+
+    def accept(self, link: Link, frame: Frame) -> Any:
+        return bytes(frame.head)
+
+    def serve(self, link: Link, request: Any) -> None:
+        self.threads.put(threading.current_thread())
+
+
+def test_thread_that_waits_leaves_work_that_it_has_read_to_the_pool():
+    sender, receiver = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    owner = Worker()
+    link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
+    turn = Turn(link, is_callers=True)
+    turn.rest.append(Frame(b"answer", []))
+    link._undelivered = 1
+    try:
+        link._handle_rest(turn)
+
+        assert owner.threads.get(timeout=LIMIT_S) is not threading.current_thread()
+    finally:
+        link.close()
+        sender.close()
+        assert pool.close(LIMIT_S) == []
