@@ -682,8 +682,10 @@ def begin_to_handle_starts_late() -> None:
 
     agent = current_agent()
     (recorder,) = (i for i in agent.interceptors if isinstance(i, Recorder))
-    handler = functools.partial(late, recorder.exchange)
-    _patch.setitem(agent._requests, GradientAndStart, handler)
+    requests: dict[Any, Any] = agent._requests
+    _patch.setitem(
+        requests, GradientAndStart, functools.partial(late, recorder.exchange)
+    )
 
 
 def fetch_and_sum() -> Tensor:

@@ -408,7 +408,7 @@ def test_blocked_callbacks_do_not_delay_replies(make_cluster):
 
 def block_when_it_is_lost(to: str, name: str) -> None:
     future = rpc.rpc_async(to, functions.block_until_set, args=("never",))
-    future.add_done_callback(lambda _: functions.block_until_set(name))
+    future.then(lambda _: functions.block_until_set(name))
 
 
 def ping_while_blocked(to: str, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
@@ -139,13 +140,17 @@ def test_pool_shrinks_when_its_threads_are_idle(make_pool, monkeypatch):
     assert done.wait(LIMIT_S)
 
 
+def has_few_threads(pool: WorkerPool) -> bool:
+    return pool.num_threads <= 1
+
+
 def test_some_thread_stays_when_all_have_been_idle_at_the_same_time(monkeypatch):
     monkeypatch.setattr(_pool, "_IDLE_S", 0.02)
 
     for _ in range(50):
         pool = WorkerPool("test", 1, lambda: None)
         pool.start()
-        wait_until(lambda pool=pool: pool.num_threads <= 1)
+        wait_until(functools.partial(has_few_threads, pool))
         time.sleep(0.001)  # the other may be leaving, too
         num_threads = pool.num_threads
         assert pool.close(LIMIT_S) == []
