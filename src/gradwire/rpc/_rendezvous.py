@@ -218,7 +218,7 @@ class Rendezvous:
                 seen, next_look = changes, time.monotonic() + _FULL_LOOK_S
                 view = self._call(thread, self._look)
                 self._names |= {r: record.name for r, record in view.records.items()}
-                self._check_conflicts(view)
+                self._check_conflicts(thread, view)
                 self._check_rumour(thread, view)
                 if self._is_complete(thread, view):
                     return self._enter(thread)
@@ -258,7 +258,7 @@ class Rendezvous:
         )
         return _View(records, digest, ready, complete, conflict, rumour)
 
-    def _check_conflicts(self, view: _View) -> None:
+    def _check_conflicts(self, thread: StoreThread, view: _View) -> None:
         if view.conflict is not None:
             raise UsageError(view.conflict)
         me = self._record
@@ -274,6 +274,7 @@ class Rendezvous:
         for record in view.records.values():
             if record.world_size != me.world_size and self._is_answering(record):
                 self._quarrel(
+                    thread,
                     view,
                     [record],
                     f"all workers must be given the same world_size: worker {me.name!r} "
@@ -282,6 +283,7 @@ class Rendezvous:
                 )
             if record.serializer != me.serializer and self._is_answering(record):
                 self._quarrel(
+                    thread,
                     view,
                     [record],
                     f"all workers must have the same option serializer: worker {me.name!r} "
@@ -293,6 +295,7 @@ class Rendezvous:
                 continue
             if self._is_answering(twin) and self._is_answering(record):
                 self._quarrel(
+                    thread,
                     view,
                     [r for r in view.records.values() if r.name == record.name],
                     f"worker name {record.name!r} is not unique: ranks {twin.rank} and "
@@ -314,7 +317,9 @@ class Rendezvous:
         elif time.monotonic() - self._begin > _PATIENCE_S:
             raise UsageError(view.rumour.text)
 
-    def _quarrel(self, view: _View, parties: list[WorkerRecord], text: str) -> NoReturn:
+    def _quarrel(
+        self, thread: StoreThread, view: _View, parties: list[WorkerRecord], text: str
+    ) -> NoReturn:
         """Raises the error here, and leaves word for the other workers."""
         told = {r.rank: r.incarnation for r in parties}
         if not any(record.active for record in view.records.values()):
@@ -323,13 +328,18 @@ class Rendezvous:
             told |= {r.rank: r.incarnation for r in view.records.values()}
         told.pop(self._record.rank, None)
         given_up = sorted({(r.rank, r.incarnation) for r in (self._record, *parties)})
-        for rank, incarnation in told.items():
-            conflict = _Conflict(
-                incarnation, text, given_up[:_MAX_GIVEN_UP], time.time()
-            )
+        now = time.time()
+        words = {
+            rank: _Conflict(incarnation, text, given_up[:_MAX_GIVEN_UP], now)
+            for rank, incarnation in told.items()
+        }
+        self._call(thread, self._leave_word, words)
+        raise UsageError(text)
+
+    def _leave_word(self, words: dict[int, _Conflict]) -> None:
+        for rank, conflict in words.items():
             self._store.set(_conflict_key(rank), msgspec.json.encode(conflict).decode())
         self._store.add("changes", 1)
-        raise UsageError(text)
 
     def _read_conflict(self) -> tuple[str | None, _Conflict | None]:
         """What other workers, which have given up by now, had against us, or in general."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +20,6 @@ from gradwire.transport._tcp import parse_address
 LIMIT_S = 10.0
 MOMENT_S = 0.2
 """How long a step waits for another that must not come in between."""
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    made = WorkerPool("test", 2, lambda: None)
-    made.start()
-    yield made
-    assert made.close(LIMIT_S) == []
 
 
 @pytest.fixture

@@ -96,14 +96,6 @@ def test_all_lead_where_nobody_can_be_woken_by_events():
 # --------------------------------------------------------------------------- in the pool
 
 
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    made = WorkerPool("test", 2, lambda: None)
-    made.start()
-    yield made
-    assert made.close(LIMIT_S) == []
-
-
 class Source:
     """A descriptor of the pool; the callback notes its thread, and does something."""
 
