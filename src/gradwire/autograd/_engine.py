@@ -10,7 +10,6 @@ Where the gradients of leaves go is the pass's destination:
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -159,27 +158,23 @@ def accumulate(
     A stored gradient shares its memory with nobody: torch may return one tensor as the
     gradient of two leaves, or keep it elsewhere.
     """
-    shared = _shared([gradient for _, gradient in new if gradient is not None])
-    with torch.set_grad_enabled(create_graph):
-        for leaf, gradient in new:
-            if gradient is None:
-                continue
-            before = gradients.get(leaf)
-            if before is not None:
-                # Dense + sparse is defined, sparse + dense is not.
-                is_swapped = before.is_sparse and not gradient.is_sparse
-                pair = (gradient, before) if is_swapped else (before, gradient)
+    added = [(leaf, gradient) for leaf, gradient in new if gradient is not None]
+    # A single one shares with nobody, and to look costs as much as the rest.
+    memory = [0] * len(added) if len(added) < 2 else [_memory_of(g) for _, g in added]
+    is_any_shared = len(set(memory)) < len(memory)
+    for (leaf, gradient), place in zip(added, memory, strict=True):
+        before = gradients.get(leaf)
+        if before is not None:
+            # Dense + sparse is defined, sparse + dense is not.
+            is_swapped = before.is_sparse and not gradient.is_sparse
+            pair = (gradient, before) if is_swapped else (before, gradient)
+            with torch.set_grad_enabled(create_graph):
                 gradients[leaf] = pair[0] + pair[1]
-            else:
-                gradients[leaf] = (
-                    gradient if create_graph else _own(gradient, leaf, shared)
-                )
-
-
-def _shared(gradients: Sequence[Tensor]) -> set[int]:
-    """Memory that several gradients have in common."""
-    counts = Counter(map(_memory_of, gradients))
-    return {memory for memory, count in counts.items() if count > 1}
+        elif create_graph:
+            gradients[leaf] = gradient
+        else:
+            is_shared = is_any_shared and memory.count(place) > 1
+            gradients[leaf] = _own(gradient, leaf, is_shared)
 
 
 def _memory_of(gradient: Tensor) -> int:
@@ -190,16 +185,16 @@ def _memory_of(gradient: Tensor) -> int:
     return gradient.untyped_storage().data_ptr()
 
 
-def _own(gradient: Tensor, leaf: Tensor, shared: set[int]) -> Tensor:
-    is_shared = _memory_of(gradient) in shared
+def _own(gradient: Tensor, leaf: Tensor, is_shared: bool) -> Tensor:
     if gradient.layout is not torch.strided:
-        return gradient.clone() if is_shared else gradient.detach()
-    if leaf.layout is not torch.strided:
+        gradient = gradient.detach()
         return gradient.clone() if is_shared else gradient
+    if leaf.layout is not torch.strided:
+        return gradient.detach().clone() if is_shared else gradient
     if leaf.is_contiguous():
         is_fit = gradient.is_contiguous()
     else:
         is_fit = gradient.stride() == leaf.stride()
     if is_fit and not is_shared:
         return gradient
-    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+    return torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient.detach())
