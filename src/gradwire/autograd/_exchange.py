@@ -1,7 +1,8 @@
 """What a worker does about passes: it runs its part, sends, receives, ends.
 
 There is one `Exchange` per agent. It turns messages into events of the pure protocol in
-`_passes`, and does what that says. Passes are started in `_explicit` and `_plain`.
+`_passes`; what comes out is told to others by `_telling`. Passes are started in `_explicit`
+and `_plain`.
 """
 
 from __future__ import annotations
@@ -38,17 +39,14 @@ from gradwire.autograd._passes import (
     Pass,
     PassId,
     PassKind,
-    TellAbort,
-    TellDead,
-    TellDone,
     TellNone,
-    TellStale,
     TellStart,
 )
 from gradwire.autograd._plain import consumed
 from gradwire.autograd._registry import Registry
 from gradwire.autograd._release import Releases
 from gradwire.autograd._run import Answer, Part, Run
+from gradwire.autograd._telling import Telling
 from gradwire.autograd._torch_private import current_task
 from gradwire.errors import (
     BackwardFailed,
@@ -68,10 +66,7 @@ from gradwire.rpc.extension import (
 )
 from gradwire.transport import Frame
 from gradwire.wire import (
-    TRACKED,
-    Outgoing,
     decode_value,
-    encode,
     tracked_tensors,
 )
 
@@ -91,6 +86,7 @@ class Exchange:
         self.registry = Registry(self, agent.network.incarnation)
         self.releases = Releases(self)
         self.leftovers = self.releases.leftovers
+        self.telling = Telling(self)
         # The parts of passes that run here, by the engine's numbers of the backwards.
         # Plain dictionary operations, each atomic.
         self.tasks: dict[int, Run] = {}
@@ -232,12 +228,12 @@ class Exchange:
                 side = self.registry.join(name, "", False, peer)
             except LimitExceeded as error:
                 over = self.describe(error)
-                self._tell_abort(name, pass_id, peer.info.id, over)
+                self.telling.abort(name, pass_id, peer.info.id, over)
                 return None
         if side is None:
             cause = self.registry.why_broken(name)
             cause = cause or self.describe(self._no_side(name))
-            self._tell_abort(name, pass_id, peer.info.id, cause)
+            self.telling.abort(name, pass_id, peer.info.id, cause)
             return None
         if not 0 <= message.destination < _NUM_DESTINATIONS:
             raise RemoteProtocolError(f"unknown destination {message.destination}")
@@ -255,7 +251,7 @@ class Exchange:
                 part = functools.partial(context.run, self._join, side, run, tail)
                 if awaited:
                     run.part, run.awaited, part = part, awaited, None
-        self.perform(side, run, instructions)
+        self.telling.perform(side, run, instructions)
         if run is not None:
             if peer.link is not None:
                 peer.link.shed()  # activations were sent: gradients need the memory
@@ -277,7 +273,7 @@ class Exchange:
         gone = [recv for recv in run.recvs if recv.node() is None]
         if gone:
             answers = [TellNone(r.peer, run.pass_.id, r.number, True) for r in gone]
-            self.perform(side, run, answers)
+            self.telling.perform(side, run, answers)
         try:
             with apply_autocast(autocast) if autocast else _NO_AUTOCAST:
                 gradients = self.run_part(run, (), (), tail)
@@ -322,7 +318,6 @@ class Exchange:
         """
         present = tuple([g is not None for g in gradients])
         values = tuple([g for g in gradients if g is not None])
-        pass_id, name = run.pass_.id, side.name
         tracked: list[Tensor] = []
         history = -1
         after: tuple[int, int] | None = None
@@ -334,60 +329,35 @@ class Exchange:
             side.state.note_shipped(message.peer, message.number)
         else:
             present = ()
+        answer = Answer(present, values, tracked, history, after)
         if message.peer == self.me:
-            own = {id(g): g.detach() for g in values}
-            values = tuple(own[id(g)] for g in values)
-            copies = [own[id(g)] for g in tracked]
-            answer = Answer(present, values, copies, history, after)
-            number = message.number
-            self._run_soon(
-                self._on_answer(
-                    side,
-                    pass_id,
-                    number,
-                    answer if present else NONE,
-                    not run.retain,
-                    self.me,
-                )
-            )
+            self._ship_to_myself(side, run, message.number, answer)
             return
-        out: Gradient | GradientAndStart
         is_start = TellStart(message.peer) in instructions
         if is_start:
             instructions.remove(TellStart(message.peer))
-            out = GradientAndStart(
-                *name,
-                *pass_id,
-                message.number,
-                present,
-                not run.retain,
-                history,
-                after,
-                run.destination,
-                run.retain,
-                run.create_graph,
-                run.autocast,
-            )
-        else:
-            out = Gradient(
-                *name, *pass_id, message.number, present, not run.retain, history, after
-            )
-        if not values:
-            outgoing = encode(out)
-        elif run.create_graph:
-            marked = {id(g) for g in tracked}
-
-            def flags(tensors: list[Tensor], _: set[int]) -> dict[int, int]:
-                return {
-                    i: TRACKED if id(t) in marked else 0 for i, t in enumerate(tensors)
-                }
-
-            outgoing = encode(out, values, flags, None, self.agent.serializer)
-        else:
-            outgoing = encode(out, values, None, None, self.agent.serializer)
-        error = self.send(message.peer, outgoing)
+        error = self.telling.gradients(
+            run, message.peer, message.number, answer, is_start=is_start
+        )
         if error is not None and is_start:
             self.abort(side, run, error)
+
+    def _ship_to_myself(
+        self, side: Side, run: Run, number: int, answer: Answer
+    ) -> None:
+        own = {id(g): g.detach() for g in answer.gradients}
+        arrived = Answer(
+            answer.present,
+            tuple(own[id(g)] for g in answer.gradients),
+            [own[id(g)] for g in answer.tracked],
+            answer.history,
+            answer.after,
+        )
+        value = arrived if arrived.present else NONE
+        is_last = not run.retain
+        self.run_soon(
+            self.on_answer(side, run.pass_.id, number, value, is_last, self.me)
+        )
 
     # ------------------------------------------------------------------------ messages
 
@@ -414,11 +384,11 @@ class Exchange:
                 message.after,
             )
         pass_id = PassId(message.starter, message.number)
-        return self._on_answer(
+        return self.on_answer(
             side, pass_id, message.message, answer, message.is_last, peer.info.id
         )
 
-    def _on_answer(
+    def on_answer(
         self,
         side: Side,
         pass_id: PassId,
@@ -442,10 +412,10 @@ class Exchange:
                 answer = side.state.take_answer(number)
         if outcome is not None:
             outcome.finish(answer, None)
-        self.perform(side, run, instructions)
+        self.telling.perform(side, run, instructions)
         return part
 
-    def _run_soon(self, part: Part | None) -> None:
+    def run_soon(self, part: Part | None) -> None:
         if part is not None:
             self.agent.run_soon(part)
 
@@ -459,9 +429,9 @@ class Exchange:
         """Messages of a peer are gone there."""
         side = self.registry.find(message)
         if side is not None:
-            self._mark_stale(side, peer.info.id, message.messages)
+            self.mark_stale(side, peer.info.id, message.messages)
 
-    def _mark_stale(self, side: Side, sender: int, numbers: list[int]) -> None:
+    def mark_stale(self, side: Side, sender: int, numbers: list[int]) -> None:
         with side.lock:
             side.mark_stale(sender, set(numbers))
             run = side.run
@@ -479,11 +449,7 @@ class Exchange:
                 part = side.run.answered(number)
         if outcome is not None:
             outcome.finish(NONE, None)
-        self._run_soon(part)
-
-    def tell_dead(self, peer: Peer, name: ContextName, number: int) -> None:
-        """A message of a peer was dropped here."""
-        self.send(peer.info.id, encode(Dead(*name, number)))
+        self.run_soon(part)
 
     def on_done(self, peer: Peer, message: PassDone, frame: Frame) -> None:
         """Somebody whom we told of a pass is done with it."""
@@ -533,7 +499,7 @@ class Exchange:
     ) -> None:
         if run is not None and run is not side.run and run is not side.failed:
             self._drop_if_used_up(side, run)
-        self.perform(side, run, instructions)
+        self.telling.perform(side, run, instructions)
 
     def _drop_if_used_up(self, side: Side, run: Run) -> None:
         """A call's context is used up by a pass that does not retain it."""
@@ -642,79 +608,6 @@ class Exchange:
             if opener_of(side.name.key) == rank or (is_hit and not is_mine):
                 self.releases.member_lost(side, peer, error)
         self.registry.forget_broken(rank, peer.incarnation)
-
-    # ------------------------------------------------------------------------- telling
-
-    def perform(
-        self, side: Side, run: Run | None, instructions: Sequence[Instruction]
-    ) -> None:
-        """Does what the protocol says."""
-        start: Outgoing | None = None
-        stale: dict[int, list[int]] = {}
-        for instruction in instructions:
-            if isinstance(instruction, TellStart):
-                if run is None:
-                    raise AssertionError("a pass begins that nobody runs")
-                start = start or self._encode_start(run)
-                # If it cannot be told, the pass cannot succeed.
-                if (error := self.send(instruction.to, start)) is not None:
-                    self.abort(side, run, error)
-            elif isinstance(instruction, TellStale):
-                stale.setdefault(instruction.to, []).append(instruction.message)
-            elif instruction.to == self.me:
-                self._tell_myself(side, instruction)
-            else:
-                self._tell(side.name, instruction)
-        for to, numbers in stale.items():
-            if to == self.me:
-                self._mark_stale(side, to, numbers)
-            else:
-                self.send(to, encode(Stale(*side.name, numbers)))
-
-    def _tell(self, name: ContextName, instruction: Instruction) -> None:
-        to = instruction.to
-        if isinstance(instruction, TellDone):
-            self.send(to, encode(PassDone(*name, *instruction.pass_id)))
-        elif isinstance(instruction, TellAbort):
-            self._tell_abort(name, instruction.pass_id, to, instruction.cause)
-        elif isinstance(instruction, TellDead):
-            self.send(to, encode(Dead(*name, instruction.message)))
-        elif isinstance(instruction, TellNone):
-            _, pass_id, number, is_last = instruction
-            self.send(to, encode(Gradient(*name, *pass_id, number, (), is_last)))
-
-    def _tell_myself(self, side: Side, instruction: Instruction) -> None:
-        if isinstance(instruction, TellDead):
-            self.mark_dead(side, instruction.message)
-        elif isinstance(instruction, TellNone):
-            to, pass_id, number, is_last = instruction
-            self._run_soon(self._on_answer(side, pass_id, number, NONE, is_last, to))
-
-    def _encode_start(self, run: Run) -> Outgoing:
-        return encode(
-            PassStart(
-                *run.side.name,
-                *run.pass_.id,
-                run.destination,
-                run.retain,
-                run.create_graph,
-                run.autocast,
-            )
-        )
-
-    def _tell_abort(
-        self, name: ContextName, pass_id: PassId, to: int, cause: Any
-    ) -> None:
-        abort = PassAbort(*name, *pass_id)
-        self.send(to, encode(abort, cause, serializer=self.agent.serializer))
-
-    def send(self, rank: int, outgoing: Outgoing) -> GradwireError | None:
-        """Sends to a worker; returns why not. Whoever needs it is told by `peer_lost`."""
-        try:
-            self.agent.send(self.agent.network.find(rank), outgoing)
-        except GradwireError as error:
-            return error.with_traceback(None)  # it holds the frames of our callers
-        return None
 
     def counts(self) -> dict[str, Any]:
         """What there is; see `gradwire.autograd.get_debug_info`."""

@@ -45,7 +45,7 @@ def backward(
         run = exchange.begin(side, pass_)
         run.limit, run.autocast = limit, autocast_state()
     try:
-        exchange.perform(side, run, instructions)
+        exchange.telling.perform(side, run, instructions)
         gradients = exchange.run_part(run, roots, seeds, tail, inputs)
         del tail
         exchange.end_part(side, run)

@@ -72,7 +72,7 @@ class SentMessage:
         if self.is_changed:
             raise changed(exchange, side.label)
         if answer.history >= 0:  # the gradients themselves arrive differentiably
-            exchange.perform(
+            exchange.telling.perform(
                 side,
                 run,
                 side.record_recv(
@@ -148,4 +148,4 @@ class ReceivedMessage:
             exchange.ship(side, run, self, gradients, instructions)
         finally:
             if instructions:
-                exchange.perform(side, run, instructions)
+                exchange.telling.perform(side, run, instructions)

@@ -231,7 +231,7 @@ class Recorder(Interceptor):
             function=label,
         )
         if answers:
-            exchange.perform(side, None, answers)
+            exchange.telling.perform(side, None, answers)
 
     def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
         """See `Interceptor`."""
@@ -243,7 +243,7 @@ class Recorder(Interceptor):
             self.exchange.releases.tell_callee(peer.info.id, name)
         else:
             name = ContextName(reply.key, reply.incarnation)
-            self.exchange.tell_dead(peer, name, reply.message)
+            self.exchange.telling.dead(peer.info.id, name, reply.message)
 
     # ------------------------------------------------------------------- as the callee
 
@@ -307,7 +307,7 @@ class Recorder(Interceptor):
                 function=label,
             )
             if answers:
-                exchange.perform(scope.side, None, answers)
+                exchange.telling.perform(scope.side, None, answers)
         if peer.fate is not None:
             # Its loss was noticed while this call of its waited for a thread: those who
             # were told of it did not see this context yet, and nobody else would end it.
@@ -322,7 +322,7 @@ class Recorder(Interceptor):
         # A call that is a context of its own has failed, and its context with it.
         if call.key is not None and call.flags & MESSAGE_HAS_HISTORY:
             name = ContextName(call.key, call.incarnation)
-            self.exchange.tell_dead(peer, name, call.message)
+            self.exchange.telling.dead(peer.info.id, name, call.message)
 
     def peer_lost(self, peer: Peer) -> None:
         """See `Interceptor`."""

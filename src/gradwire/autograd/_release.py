@@ -144,7 +144,7 @@ class Releases:
     def _send(self, known: Iterable[int], message: Release) -> None:
         outgoing = encode(message)
         for rank in known:
-            self._exchange.send(rank, outgoing)
+            self._exchange.telling.send(rank, outgoing)
 
     # ------------------------------------------------------------------------- calls
 
@@ -155,7 +155,7 @@ class Releases:
 
     def tell_callee(self, peer: int, name: ContextName) -> None:
         """The caller of a call does not need it any more: the callee may drop it."""
-        self._exchange.send(peer, encode(Release(name.incarnation, [name.key])))
+        self._exchange.telling.send(peer, encode(Release(name.incarnation, [name.key])))
 
     def _work_off(self, entries: list[Any]) -> None:
         """Ends what `Lease`s and failed backwards left."""
@@ -169,7 +169,7 @@ class Releases:
                 self.end(side)
         incarnation = self._exchange.agent.network.incarnation
         for rank, keys in by_peer.items():
-            self._exchange.send(rank, encode(Release(incarnation, keys)))
+            self._exchange.telling.send(rank, encode(Release(incarnation, keys)))
 
     # -------------------------------------------------------------------------- here
 
