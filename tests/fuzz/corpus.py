@@ -49,7 +49,7 @@ def make_messages() -> list[Outgoing]:
 
 def _headers() -> dict[str, bytes]:
     header = passes.CallHeader(1, 5, 6, 7, (0, 1), [("cpu", "bfloat16")], 2)
-    packed = [rrefs.Packed(0, _VALUE, _FORK, 5)]
+    packed = [rrefs.Packed(0, _VALUE, _FORK, 5, 9)]
     return {
         "autograd": passes.encode_header(header),
         "rref": rrefs.encode_header(packed),
@@ -97,7 +97,7 @@ def _make_bare() -> list[Message]:
         passes.Dead(1, 2, 3),
         passes.Stale(1, 2, [3, 4]),
         passes.Release(2, [1, 3], 9, (1, 2)),
-        rrefs.ForkRequest(_VALUE, _FORK),
+        rrefs.ForkRequest(_VALUE, _FORK, 9),
         rrefs.Forked(_FORK, True),
         rrefs.Arrived([_FORK, _VALUE]),
         rrefs.Deleted([(_VALUE, _FORK, False)]),

@@ -133,7 +133,7 @@ def _change(data: bytes, choice: random.Random) -> bytes:
 def make_safe_messages() -> list[Outgoing]:
     """Sound messages, as workers in safe mode send them."""
     small, large = torch.ones(2, 3), torch.arange(2500.0)
-    packed = _rref_parts.Packed(0, RefId(1, 77, 2), RefId(3, 88, 4), 5)
+    packed = _rref_parts.Packed(0, RefId(1, 77, 2), RefId(3, 88, 4), 5, 66)
     values: list[Any] = [
         [1, -5, 2.5, None, True, "text", b"bytes", 2**70, "\udc80", 1 + 2j],
         {"key": [small, (large, small)], 3: {4, 5}, (1, 2): frozenset({"a"})},

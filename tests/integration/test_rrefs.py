@@ -37,6 +37,7 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.rpc import RRef
+from gradwire.rpc._rref_parts import User
 from on_worker import on_worker
 from rref_functions import Counter, MyError, catch
 
@@ -871,6 +872,20 @@ def check_owner_is_lost(name: str) -> None:
     assert rref.owner_name() == "w1"
     assert not rref.confirmed_by_owner()
     assert not rref.is_owner()
+
+
+@on_worker(0)
+def test_reference_to_what_its_owner_had_before_a_restart_is_lost():
+    rref = rpc.remote("w1", Counter)
+    rref.to_here()
+    assert isinstance(rref._ref, User)
+    rref._ref.life -= 1  # as if it came from somebody who has not noticed the restart
+
+    error = catch(OwnerLost, rpc.rpc_sync, "w2", fn.fetch, args=(rref,))
+    assert "'w1'" in str(error)
+    assert "restarted" in str(error)
+    catch(OwnerLost, rpc.rpc_sync, "w1", fn.fetch, args=(rref,))
+    del rref
 
 
 @LOSSES

@@ -148,6 +148,7 @@ class Peer:
     """A worker as seen from another."""
 
     link = object()
+    incarnation = 1
 
     def __init__(self, info: WorkerInfo) -> None:
         self.info = info

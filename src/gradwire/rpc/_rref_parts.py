@@ -35,10 +35,17 @@ __all__ = [
 
 
 class ForkRequest(Message, array_like=True, gc=False):
-    """Asks the owner to enter a fork that the sender was given."""
+    """Asks the owner to enter a fork that the sender was given.
+
+    Attributes:
+        rref: The value.
+        fork: The fork.
+        life: The incarnation of the owner that has the value, or had it.
+    """
 
     rref: RefId
     fork: RefId
+    life: int
 
 
 class Forked(Message, array_like=True, gc=False):
@@ -78,15 +85,24 @@ register_message(35, Deleted)
 
 
 class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What travels of a reference, in the value and in the header of its message."""
+    """What travels of a reference, in the value and in the header of its message.
+
+    Attributes:
+        owner: Who has the value.
+        rref: The value.
+        fork: This reference to it.
+        parent: Who has sent it.
+        life: The incarnation of the owner: one that was restarted has other values.
+    """
 
     owner: int
     rref: RefId
     fork: RefId
     parent: int
+    life: int
 
     def __reduce__(self) -> Any:
-        return Packed, (self.owner, self.rref, self.fork, self.parent)
+        return Packed, (self.owner, self.rref, self.fork, self.parent, self.life)
 
 
 class References(msgspec.Struct, array_like=True, gc=False):
@@ -152,12 +168,13 @@ class Owned:
 class User:
     """A fork that this worker holds."""
 
-    __slots__ = ("confirmation", "fork", "id", "owner")
+    __slots__ = ("confirmation", "fork", "id", "life", "owner")
 
-    def __init__(self, rref: RefId, fork: RefId, owner: WorkerInfo) -> None:
+    def __init__(self, rref: RefId, fork: RefId, owner: WorkerInfo, life: int) -> None:
         self.id = rref
         self.fork = fork
         self.owner = owner
+        self.life = life  # the incarnation of the owner
         self.confirmation = Outcome()
 
     def check(self) -> None:

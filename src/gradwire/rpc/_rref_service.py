@@ -79,6 +79,7 @@ class RefService(Interceptor):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self.me = agent.info.id
+        self._life = agent.network.incarnation
         self.leftovers = Leftovers(agent.info.name, self._drop)
         self.messages = {
             ForkRequest: self._on_fork_request,
@@ -132,7 +133,8 @@ class RefService(Interceptor):
     def create_there(self, owner: WorkerInfo) -> tuple[User, Creation]:
         """A value that a call to another worker will make."""
         self.leftovers.ensure_thread()
-        user = User(self.new_id(), self.new_id(), owner)
+        life = self.agent.network.find(owner.id).incarnation
+        user = User(self.new_id(), self.new_id(), owner, life)
         with self._lock:
             self._users[user.fork] = user
             self._table.create(user.id, user.fork, owner.id)
@@ -175,14 +177,14 @@ class RefService(Interceptor):
                 "agent"
             )
         if isinstance(ref, Owned):
-            packed = Packed(self.me, ref.id, fork, self.me)
+            packed = Packed(self.me, ref.id, fork, self.me, self._life)
             with self._lock:
                 if peer.fate is None:
                     self._owned[ref.id] = ref
                     self._table.add_fork(ref.id, fork, peer.info.id)
         else:
             ref.check()
-            packed = Packed(ref.owner.id, ref.id, fork, self.me)
+            packed = Packed(ref.owner.id, ref.id, fork, self.me, ref.life)
             with self._lock:
                 if peer.fate is None:
                     self._table.send(ref.fork, fork, peer.info.id)
@@ -203,10 +205,10 @@ class RefService(Interceptor):
         with self._lock:
             instructions = self._table.arrive(rref, fork, packed.owner, packed.parent)
             if packed.owner == self.me:
-                ref = self._arrive_home(rref)
+                ref = self._arrive_home(rref, packed.life)
             else:
                 owner = self.agent.network.find(packed.owner)
-                ref = self._users[fork] = User(rref, fork, owner.info)
+                ref = self._users[fork] = User(rref, fork, owner.info, packed.life)
                 if owner.fate is not None:
                     instructions = self._table.fail(fork)
                     del self._users[fork]
@@ -219,9 +221,9 @@ class RefService(Interceptor):
         self._perform(instructions)
         return self.handle_class._bind(self, ref)
 
-    def _arrive_home(self, rref: RefId) -> Owned:
+    def _arrive_home(self, rref: RefId, life: int) -> Owned:
         """A reference has come to the owner; the caller holds the lock."""
-        owned = self._find_or_await(rref)
+        owned = self._find_or_await(rref) if life == self._life else None
         if owned is None:
             owned = Owned(rref)
             _give_up(owned)
@@ -409,7 +411,9 @@ class RefService(Interceptor):
             if peer.fate is not None:
                 return
             is_over = self._is_over_limit(peer)
-            is_known = not is_over and self._find_or_await(rref) is not None
+            # The value of an earlier life of ours is gone, and nobody will make it again.
+            is_ours = message.life == self._life and not is_over
+            is_known = is_ours and self._find_or_await(rref) is not None
             instructions = self._table.on_fork_request(
                 rref, fork, peer.info.id, is_known
             )
@@ -436,8 +440,9 @@ class RefService(Interceptor):
             )
         else:
             error = OwnerLost(
-                f"worker {peer.info.name!r} no longer has the value of an RRef: all "
-                "workers that held it were lost while this reference was on its way",
+                f"worker {peer.info.name!r} no longer has the value of an RRef: it was "
+                "restarted, or all workers that held it were lost, while this reference "
+                "was on its way",
                 worker=peer.info.name,
             )
         self._fail(message.fork, error)
@@ -601,13 +606,16 @@ class RefService(Interceptor):
 
     def _ask(self, instruction: AskFork) -> None:
         owner = self.agent.network.find(instruction.to)
+        with self._lock:
+            user = self._users.get(instruction.fork)
+        if user is None:
+            return  # the owner was lost meanwhile
         if owner.link is None:
             about_to_block()  # nobody else reads what this thread has its turn at
         try:
             self.agent.network.connect(owner)
-            self.agent.send(
-                owner, encode(ForkRequest(instruction.rref, instruction.fork))
-            )
+            request = ForkRequest(instruction.rref, instruction.fork, user.life)
+            self.agent.send(owner, encode(request))
         except GradwireError as error:
             lost = OwnerLost(
                 f"worker {owner.info.name!r} (rank {owner.info.id}), which owns the value "
