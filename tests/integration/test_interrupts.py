@@ -22,7 +22,7 @@ import torch
 import functions as targets
 import probes
 from cluster import Cluster, Handle
-from gradwire import rpc
+from gradwire import autograd, rpc
 from gradwire.errors import GradwireError
 
 pytestmark = pytest.mark.multiproc
@@ -33,6 +33,7 @@ ENOUGH = 300
 LIMIT_S = 20.0
 
 STEP = 2
+LARGE_STEP = 7  # for what has many points
 """Every so many-th point is tried, from a random one on, to save time."""
 
 
@@ -113,6 +114,25 @@ def _call_with_tensor(nbytes: int) -> Callable[[str, int], Any]:
     return call
 
 
+def _call_and_backward(to: str, number: int) -> Any:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    rpc.rpc_sync(to, torch.mul, (x, number), timeout=LIMIT_S).sum().backward()
+    assert x.grad is not None
+    return x.grad[0].item()
+
+
+def _call_in_context(to: str, number: int) -> Any:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    with autograd.context() as ctx:
+        y = rpc.rpc_sync(to, torch.mul, (x, number), timeout=LIMIT_S)
+        ctx.backward(y.sum())
+        return ctx.gradients()[x][0].item()
+
+
+def _make_and_fetch(to: str, number: int) -> Any:
+    return rpc.remote(to, targets.echo, (number,)).to_here()
+
+
 KINDS: dict[str, Callable[[str, int], Any]] = {
     "sync": _call_sync,
     "async": _call_async,
@@ -120,6 +140,9 @@ KINDS: dict[str, Callable[[str, int], Any]] = {
     "pair": _call_pair,
     "small tensor": _call_with_tensor(64 << 10),
     "large tensor": _call_with_tensor(512 << 10),
+    "backward": _call_and_backward,
+    "context": _call_in_context,
+    "remote": _make_and_fetch,
 }
 
 
@@ -181,13 +204,31 @@ def _looks_for_signals(name: str) -> bool:
 
 @functools.cache
 def _find_points(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions that follow a look for signals."""
+    """Offsets of the instructions that follow a look for signals.
+
+    The interpreter raises where it looks. So those are left out at which an exception
+    would go elsewhere, as behind the last call of a `with` block.
+    """
     instructions = list(dis.get_instructions(code))
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler_at(offset: int) -> int | None:
+        found = [e.target for e in table if e.start <= offset < e.end]
+        return found[0] if found else None
+
     return frozenset(
         after.offset
         for before, after in itertools.pairwise(instructions)
         if _looks_for_signals(before.opname)
+        and handler_at(before.offset) == handler_at(after.offset)
     )
+
+
+def _is_final(frame: FrameType | None) -> bool:
+    """Whether it runs for a finaliser: Python itself swallows what is raised there."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Tracer:
@@ -199,7 +240,7 @@ class _Tracer:
         self.where = ""
 
     def on_call(self, frame: FrameType, _event: str, _arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(_TRACED):
+        if not frame.f_code.co_filename.startswith(_TRACED) or _is_final(frame):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._on_step
@@ -232,13 +273,13 @@ def interrupt_everywhere(to: str, kind: str, first: int, step: int) -> tuple[int
                 sys.settrace(None)
             if not tracer.where:
                 return number, problem if "failed" in problem else ""
-            problem = problem or _find_problem(to)
+            problem = problem or _find_problem(to, is_quiet_in[kind])
             if problem:
                 return number, f"{problem} (point {number}, {tracer.where})"
     raise AssertionError("a count without end has ended")
 
 
-def _find_problem(to: str) -> str:
+def _find_problem(to: str, is_quiet: Callable[[], bool]) -> str:
     for call in (_call_sync, _call_async, KINDS["large tensor"]):
         start = time.monotonic()
         try:
@@ -258,6 +299,27 @@ def _find_problem(to: str) -> str:
 def is_quiet() -> bool:
     info = rpc.get_debug_info()
     return info["client_active_calls"] == info["inflight_bytes"] == 0
+
+
+def is_quiet_after_backward() -> bool:
+    counts = autograd.get_debug_info()
+    return is_quiet() and not any(counts.values())
+
+
+def is_quiet_after_context() -> bool:
+    """A context may stay open if the end of its block was interrupted before it began."""
+    return is_quiet() and not autograd.get_debug_info()["passes"]
+
+
+def is_quiet_after_remote() -> bool:
+    return is_quiet() and not rpc.get_debug_info()["user_rrefs"]
+
+
+is_quiet_in = dict.fromkeys(KINDS, is_quiet) | {
+    "backward": is_quiet_after_backward,
+    "context": is_quiet_after_context,
+    "remote": is_quiet_after_remote,
+}
 
 
 def wait_and_be_interrupted(to: str, sync: bool) -> float:
@@ -356,14 +418,18 @@ def test_interrupted_calls_are_forgotten_when_their_answer_comes(make_cluster):
         pytest.param("small tensor", {}, id="small_tensor"),
         pytest.param("large tensor", {}, id="shared_memory"),
         pytest.param("large tensor", {"shared_memory_min_bytes": 1 << 30}, id="stream"),
+        pytest.param("backward", {}, id="backward"),
+        pytest.param("context", {}, id="context"),
+        pytest.param("remote", {}, id="remote"),
     ],
 )
 def test_interrupt_is_safe_at_every_point(make_cluster, kind, options):
     cluster = make_cluster(2, {"rpc_timeout": 8.0, **options})
-    first = random.randint(1, STEP)
-    print(f"every point from {first} on in steps of {STEP}")
+    step = LARGE_STEP if kind in ("backward", "context") else STEP
+    first = random.randint(1, step)
+    print(f"every point from {first} on in steps of {step}")
 
-    last, problem = cluster.run(0, interrupt_everywhere, "w1", kind, first, STEP)
+    last, problem = cluster.run(0, interrupt_everywhere, "w1", kind, first, step)
 
     assert problem == ""
     assert last > 50

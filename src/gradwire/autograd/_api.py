@@ -17,7 +17,7 @@ from gradwire.autograd._explicit import backward as run_pass
 from gradwire.autograd._messages import opener_of
 from gradwire.autograd._recorder import Recorder
 from gradwire.errors import UsageError
-from gradwire.rpc.extension import current_agent
+from gradwire.rpc.extension import current_agent, shielded
 
 __all__ = [
     "Context",
@@ -109,9 +109,15 @@ class context:
         exchange = current_exchange()
         if self._into_grad:
             check_repeatable(exchange, "context(accumulate='grad')")
-        side = exchange.registry.open(self._into_grad)
-        self._opened = exchange, side, active_context.set(side.name)
-        return Context(side.name.key)
+        try:
+            with shielded():  # what is open must be released
+                side = exchange.registry.open(self._into_grad)
+                self._opened = exchange, side, active_context.set(side.name)
+            context = Context(side.name.key)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return context
 
     def __exit__(
         self,
@@ -120,14 +126,15 @@ class context:
         trace: TracebackType | None,
     ) -> None:
         """Releases the context on every worker that took part in it."""
-        if self._opened is None:
-            return
-        (exchange, side, token), self._opened = self._opened, None
-        try:
-            active_context.reset(token)
-        except ValueError:  # left in another task than entered
-            active_context.set(None)
-        exchange.releases.release(side)
+        with shielded():
+            if self._opened is None:
+                return
+            (exchange, side, token), self._opened = self._opened, None
+            try:
+                active_context.reset(token)
+            except ValueError:  # left in another task than entered
+                active_context.set(None)
+            exchange.releases.release(side)
 
 
 def backward(

@@ -210,6 +210,8 @@ class Exchange:
         self, peer: Peer, message: GradientAndStart, frame: Frame
     ) -> Part | None:
         """A pass begins, and the first answer is there."""
+        if self.unfinished:
+            self.finish_sends()  # it may be about one of them
         # The pass may be known here already, and this be the answer that it waits for.
         part = self.on_gradient(peer, message, frame)
         frame.buffers.clear()
@@ -219,6 +221,8 @@ class Exchange:
         self, peer: Peer, message: PassStart | GradientAndStart, frame: Frame
     ) -> Part | None:
         """A pass begins; returns our part of it, if that can be run now."""
+        if self.unfinished:
+            self.finish_sends()  # it may be about one of them
         name = ContextName(message.key, message.incarnation)
         pass_id = PassId(message.starter, message.number)
         side = self.registry.find(name)
@@ -513,7 +517,22 @@ class Exchange:
             if side.failed is run:
                 side.failed = None
         run.forget()
-        self._drop_if_used_up(side, run)
+        if side.holds_weakly:
+            self._release_if_used_up(side, run)
+        else:
+            self._drop_if_used_up(side, run)
+
+    def _release_if_used_up(self, side: Side, run: Run) -> None:
+        """As `_drop_if_used_up`, for a call of ours whose pass failed.
+
+        The callee may never have heard of the pass that was to use it up.
+        """
+        if side.is_implicit and not run.retain and not side.is_busy():
+            with side.lock:
+                known = set(side.state.known)
+            self._drop_if_used_up(side, run)
+            for rank in known:
+                self.releases.tell_callee(rank, side.name)
 
     def describe(self, error: BaseException) -> Any:
         """What others are told of an error; kept instead of it, which keeps its frames."""

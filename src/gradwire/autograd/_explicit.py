@@ -36,6 +36,8 @@ def backward(
     limit = time.monotonic() + timeout_s if timeout_s else 0.0
     _wait_for_calls(side, limit)
     retain = retain or create_graph
+    if side.run is not None:
+        exchange.leftovers.work_off()  # of a plain backward that has failed just now
     with side.lock:
         exchange.check_whole(side)
         pass_, instructions = side.state.start(

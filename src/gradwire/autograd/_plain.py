@@ -50,6 +50,8 @@ def admit(
     ``loss.backward()`` becomes a pass.
     """
     task = current_task()
+    if side.run is not None and side.run.task != task:
+        exchange.leftovers.work_off()  # of a backward that has failed just now
     with side.lock:
         run = exchange.run_here(side)
         if run is not None and run.pass_.covers(message.event):
@@ -72,14 +74,15 @@ def admit(
         )
         run = exchange.begin(side, pass_)
         run.task, run.autocast = task, autocast_state()
-        if message.lease is not None:
-            message.lease.is_over = not retain
         instructions += [
             TellNone(recv.peer, pass_.id, recv.number, is_last=not retain)
             for recv in run.recvs
             if not _is_reached(recv, message, task)
         ]
-    queue_callback(_PlainEnd(exchange, side, run))
+    end = _PlainEnd(exchange, side, run)
+    if message.lease is not None:
+        message.lease.is_over = not retain  # from now on the pass's end is the call's
+    queue_callback(end)
     return run, instructions
 
 
@@ -133,7 +136,8 @@ def consumed(exchange: Exchange, label: str) -> GraphConsumed:
         f"the graph of {label} was used by an earlier backward and is gone. To use it "
         "several times: one backward over the sum, backward([loss1, loss2]), or "
         "retain_graph=True for all but the last, or a context for each forward, or "
-        "no context at all",
+        "no context at all; and if calls share what a worker computed before, one "
+        "context around all of them",
         worker=exchange.agent.info.name,
     )
 
@@ -188,7 +192,8 @@ class _PlainEnd:
             raise
 
     def __del__(self) -> None:
-        if not self._is_called:
+        # It has none if a signal interrupted the constructor.
+        if not getattr(self, "_is_called", True):
             self._exchange.leftovers.put(self._abort)
 
     def _abort(self) -> None:

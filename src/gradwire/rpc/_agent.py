@@ -51,6 +51,7 @@ from gradwire.rpc._serving import (
     Server,
 )
 from gradwire.rpc._shutdown import Departure
+from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
 from gradwire.transport import Frame
 from gradwire.wire import (
@@ -181,8 +182,9 @@ class Agent:
         if link is None or peer.fate is not None:
             raise peer.error()
         try:
-            # The ticket is of no interest: whoever sends here gives the tensors away.
-            link.send(outgoing.head, outgoing.buffers)
+            with shielded():
+                # The ticket is of no interest: who sends here gives the tensors away.
+                link.send(outgoing.head, outgoing.buffers)
         except TransportError:
             raise self.lost_error(peer) from None
 
@@ -209,7 +211,9 @@ class Agent:
             if kind == _CALL_KIND:
                 return peer, message, frame
             if kind in _REPLY_KINDS:
-                self._caller.on_answer(peer, message, frame)
+                callbacks = self._caller.on_answer(peer, message, frame)
+                if callbacks is not None:
+                    return peer, callbacks, None
             elif type(message) in self._requests:
                 return peer, message, frame
             elif (handler := self._handlers.get(type(message))) is not None:
@@ -265,7 +269,7 @@ class Agent:
                 sample = message.sent_at - time.monotonic()
                 link.clock_offset = max(link.clock_offset - 1e-3, sample)
         elif type(message) is Goodbye:
-            self._on_goodbye(peer, message)
+            self._on_goodbye(link, peer, message)
         elif type(message) is Introduction:
             self.network.introduced(peer, message.record.encode())
         else:
@@ -273,12 +277,13 @@ class Agent:
                 f"an unexpected message of type {type(message).__name__} arrived"
             )
 
-    def _on_goodbye(self, peer: Peer, message: Goodbye) -> None:
+    def _on_goodbye(self, link: Link, peer: Peer, message: Goodbye) -> None:
+        """Nothing comes after it; but answers that came before may not be handled yet."""
         if not message.declared_lost:
-            self.lose(peer, message.reason or "it shut down", left=True)
+            peer.says_goodbye = True
+            link.end_with(message.reason or "it shut down")
             return
-        self.lose(
-            peer,
+        link.end_with(
             f"it declared this worker ({self.info.name!r}) lost, because {message.reason}; "
             "what the two had of each other is gone. They meet again when one of them "
             "calls rpc.wait_for_worker, or when this worker is started anew",
@@ -308,7 +313,7 @@ class Agent:
         """See `LinkOwner`."""
         peer = self.network.peer_of(link)
         if peer is not None and peer.link in (link, None):
-            self.lose(peer, reason)
+            self.lose(peer, reason, left=peer.says_goodbye)
         self.network.drop_link(link)
 
     def lose(self, peer: Peer, reason: str, *, left: bool = False) -> None:
@@ -326,8 +331,7 @@ class Agent:
         for link, owner in self.network.links():
             if owner is peer:
                 self.network.drop_link(link)
-        for call in peer.calls.take_all():
-            self._settle_from_anywhere(call, peer.error())
+        self._fail_all(peer.calls.take_all(), peer)
         self._server.peer_lost(peer)
         for interceptor in self.interceptors:
             interceptor.peer_lost(peer)
@@ -337,12 +341,18 @@ class Agent:
         if not self.network.is_closing:
             self.membership.lost(peer, reason)
 
-    def _settle_from_anywhere(self, call: PendingCall, error: BaseException) -> None:
-        # Futures may run foreign code when they complete: not on the monitor's thread.
-        if call.future is None or self.pool.is_pool_thread or self._closed:
-            call.settle(None, error)
-        else:
-            self.pool.submit(lambda: call.settle(None, error))
+    def _fail_all(self, calls: list[PendingCall], peer: Peer) -> None:
+        """Ends the calls to a peer that is lost.
+
+        Futures may run foreign code when they complete, which may wait for another one of
+        them: each is a piece of work of its own, and whoever just waits comes first.
+        """
+        works = [functools.partial(call.settle, None, peer.error()) for call in calls]
+        futures = [w for w, call in zip(works, calls, strict=True) if call.future]
+        for work, call in zip(works, calls, strict=True):
+            if call.future is None:
+                work()
+        self.pool.submit(*futures)
 
     def lost_error(self, peer: Peer) -> GradwireError:
         if self._closed:

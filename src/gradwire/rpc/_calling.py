@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire._config import UNSET_TIMEOUT
-from gradwire.errors import CallTimeout, TransportError
+from gradwire.errors import CallTimeout, DecodeError, TransportError
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import Future, _refuse_in_event_loop
@@ -31,7 +32,7 @@ from gradwire.rpc._serving import (
     WITH_FUNCTION,
     WITH_KEYWORDS,
 )
-from gradwire.rpc._signals import interruptible, shielded
+from gradwire.rpc._signals import interruptible, may_be_of_a_signal, shielded
 from gradwire.rpc._turn import current_turn
 from gradwire.rpc._waiting import Waiting
 from gradwire.transport import Frame
@@ -53,7 +54,15 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
+_DEEPEST = 20  # callbacks that are run by callbacks: Python's stack has an end
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
+
+
+class _Local(threading.local):
+    """What a thread has to do with callbacks."""
+
+    depth = 0  # of callbacks that are run by callbacks
+    put_off: list[Callable[[], None]] | None = None  # until an answer is handled
 
 
 class Caller:
@@ -77,6 +86,7 @@ class Caller:
         self._waiting = Waiting(agent.network, self.expire)
         self.wait_for = self._waiting.wait_for
         self._ids = itertools.count(1)
+        self._local = _Local()
         self.num_started = 0
 
     def call(
@@ -95,10 +105,12 @@ class Caller:
             with shielded():
                 call = self._start_call(to, function, args, kwargs, timeout, False)
                 try:
-                    self._waiting.wait_for_call_shielded(call, None)
+                    is_done = self._waiting.wait_for_call_shielded(call, None)
                 except BaseException:  # a signal handler raised: nobody waits any more
                     self._give_up(call)
                     raise
+            if not is_done:
+                raise _timed_out(call, self._network.find(to))
             if call.error is not None:
                 raise call.error
         except LOST as error:
@@ -162,11 +174,16 @@ class Caller:
         making: object | None = None,
     ) -> Future[Any]:
         compiler = set_compiler(None)
+        call = None
         try:
             with shielded():
                 call = self._start_call(
                     to, function, args, kwargs, timeout, True, making
                 )
+        except BaseException:
+            if call is not None:  # a signal handler that was put off has raised
+                self._give_up(call)
+            raise
         finally:
             set_compiler(compiler)
         future = call.future
@@ -207,6 +224,7 @@ class Caller:
         message = Call(next(self._ids), deadline, target, style)
         label = target or repr(function)
         notes: dict[str, Note] = {}
+        call: PendingCall | None = None
         try:
             outgoing = self._encode_call(message, value, peer, label, notes, making)
             cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
@@ -226,10 +244,17 @@ class Caller:
                 self.num_started += 1
             self._send_call(link, peer, call, outgoing)
         except BaseException:
-            for note in notes.values():
-                note.failed(was_sent=False)
+            self._not_started(call, notes)
             raise
         return call
+
+    def _not_started(self, call: PendingCall | None, notes: dict[str, Note]) -> None:
+        """Starting a call has failed, or was interrupted."""
+        if call is not None and call.is_sent:
+            self._give_up(call)
+            return
+        for note in notes.values():
+            note.failed(was_sent=False)
 
     def _take_credit(self, peer: Peer, cost: int, deadline: float, label: str) -> None:
         credits_ = peer.calls.credits
@@ -265,15 +290,20 @@ class Caller:
         except BaseException:
             peer.calls.take(call.id)
             raise
+        call.is_sent = True
         for note in call.notes.values():
             note.sent()
         if hold:
             self._rounds.watch.look_soon()
         if ticket is not None:
             left = call.deadline - time.monotonic() if call.deadline else None
-            # The peer reads at all times, so this ends with its life at the latest.
-            if not interruptible(ticket.wait, left):
-                ticket.detach()
+            is_written = False
+            try:
+                # The peer reads at all times, so this ends with its life at the latest.
+                is_written = interruptible(ticket.wait, left)
+            finally:
+                if not is_written:
+                    ticket.detach()
 
     def deadline(self, timeout: float) -> float:
         """When a call with this limit ends, on the monotonic clock; 0: never."""
@@ -349,34 +379,47 @@ class Caller:
     def expire(self, peer: Peer, call: PendingCall) -> None:
         """A call has reached its deadline."""
         if peer.calls.give_up(call):
-            call.settle(
-                None,
-                CallTimeout(
-                    f"the call of {call.target} on worker {peer.info.name!r} (rank "
-                    f"{peer.info.id}) did not return before its deadline; it may still "
-                    "run there. Pass timeout= to give it longer (0: no limit)",
-                    worker=peer.info.name,
-                ),
-            )
+            call.settle(None, _timed_out(call, peer))
             self._departure.check()
 
     def _run_callback(self, callback: Callable[[], None]) -> None:
         turn = current_turn()
+        local = self._local
         # Not in the middle of a handler that waits: what it has set for its thread, such
-        # as no_grad, is not for others, and neither is it to wait for them.
-        if self._pool.is_pool_thread and (turn is None or not turn.is_callers):
-            self._pool.ensure_follower()
-            callback()
-        else:
+        # as no_grad, is not for others, and neither is it to wait for them. Nor at the end
+        # of a long chain of futures, each of which completes the next one.
+        if (
+            not self._pool.is_pool_thread
+            or (turn is not None and turn.is_callers)
+            or local.depth >= _DEEPEST
+        ):
             self._pool.submit(callback)
+        elif local.put_off is not None:
+            local.put_off.append(callback)
+        else:
+            self._pool.ensure_follower()
+            local.depth += 1
+            try:
+                callback()
+            finally:
+                local.depth -= 1
 
     # ------------------------------------------------------------------ answers
 
-    def on_answer(self, peer: Peer, message: Message, frame: Frame) -> None:
+    def on_answer(
+        self, peer: Peer, message: Message, frame: Frame
+    ) -> Callable[[], None] | None:
+        """An answer came; returns the callbacks that are to be run, if there are any.
+
+        They may do anything: the answer has to count as handled before.
+        """
         call = peer.calls.take(message.id)  # type: ignore[attr-defined]
         if call is None:
             self._drop_answer(peer, message)
-            return
+            return None
+        put_off: list[Callable[[], None]] | None = None
+        if call.future is not None:
+            put_off = self._local.put_off = []
         try:
             self._finish_call(peer, call, message, frame)
         except BaseException:
@@ -385,6 +428,13 @@ class Caller:
                 functools.partial(self._finish_call, peer, call, message, frame)
             )
             raise
+        finally:
+            self._local.put_off = None
+        return functools.partial(self._run_all, put_off) if put_off else None
+
+    def _run_all(self, callbacks: list[Callable[[], None]]) -> None:
+        for callback in callbacks:
+            self._run_callback(callback)
 
     def _finish_call(
         self, peer: Peer, call: PendingCall, message: Message, frame: Frame
@@ -416,9 +466,16 @@ class Caller:
                     interceptor.received_reply(
                         peer, call.id, call.target, note, header, tracked
                     )
-        except Exception as problem:
+        except BaseException as problem:
+            if may_be_of_a_signal(problem):
+                raise
             self._packing.discard(problem)
             self._drop_answer(peer, message)
+            if not isinstance(problem, Exception):
+                # Not as it is: it would end the program that asked, which did nothing.
+                name = f"{type(problem).__name__}: {problem}"
+                text = f"the answer to {call.target} cannot be rebuilt here ({name})"
+                return None, DecodeError(text, worker=peer.info.name)
             return None, problem
         return value, None
 
@@ -432,6 +489,15 @@ class Caller:
     def fail(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
         if peer.calls.take(call.id) is not None:
             call.settle(None, error)
+
+
+def _timed_out(call: PendingCall, peer: Peer) -> CallTimeout:
+    return CallTimeout(
+        f"the call of {call.target} on worker {peer.info.name!r} (rank {peer.info.id}) did "
+        "not return before its deadline; it may still run there. Pass timeout= to give it "
+        "longer (0: no limit)",
+        worker=peer.info.name,
+    )
 
 
 def _as_tuple(args: object) -> tuple[Any, ...]:

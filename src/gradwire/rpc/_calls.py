@@ -31,6 +31,7 @@ class PendingCall(Outcome):
         "future",
         "id",
         "is_given_up",
+        "is_sent",
         "keeps",
         "link",
         "notes",
@@ -57,6 +58,7 @@ class PendingCall(Outcome):
         self.await_answer = await_answer
         self.future: Future[Any] | None = None
         self.is_given_up = False
+        self.is_sent = False
         self.notice: Callable[[], None] | None = None  # for the thread that waits
         self.keeps: object = None  # what must live until the answer is there
         self.notes = notes or {}
@@ -131,6 +133,7 @@ class CallTable:
             except KeyError:
                 break
             calls.append(call)
+        calls.reverse()  # as they were made
         self.credits.close()
         return [c for c in calls if not c.is_given_up]
 
@@ -180,9 +183,14 @@ class Credits:
                 waiter.acquire()
                 self._waiters.append(waiter)
             left = deadline - time.monotonic() if deadline else 3600.0
-            if left <= 0:
-                return False
-            interruptible(waiter.acquire, True, left)
+            try:
+                if left <= 0:
+                    return False
+                interruptible(waiter.acquire, True, left)
+            finally:
+                with self._lock:
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
 
     def force(self, cost: int) -> None:
         """Takes ``cost`` bytes without waiting: nested calls must not wait."""

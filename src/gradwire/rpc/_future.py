@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import copy
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -13,7 +14,7 @@ import torch
 
 from gradwire.errors import DeadlineExceeded, RemoteError, UsageError
 from gradwire.rpc._log import log as _log
-from gradwire.rpc._signals import interruptible
+from gradwire.rpc._signals import interruptible, may_be_of_a_signal
 from gradwire.rpc._turn import about_to_block
 
 __all__ = ["Eventually", "Future", "Later", "Outcome"]
@@ -23,6 +24,8 @@ S = TypeVar("S")
 
 _init_torch_future = torch._C.Future.__init__
 _set_torch_result = torch._C.Future.set_result
+
+_DEEPEST = 20  # callbacks that are run by callbacks: Python's stack has an end
 
 Executor = Callable[[Callable[[], None]], None]
 Eventually: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
@@ -92,9 +95,14 @@ class Outcome:
         # A lock with a limit can be interrupted by signals on every platform; one
         # without cannot on Windows.
         limit = 3600.0 if timeout_s is None else timeout_s
-        while not interruptible(waiter.acquire, timeout=limit):
-            if timeout_s is not None:
-                return self.done
+        try:
+            while not interruptible(waiter.acquire, timeout=limit):
+                if timeout_s is not None:
+                    return self.done
+        finally:
+            with self._lock:
+                if self._waiters and waiter in self._waiters:
+                    self._waiters.remove(waiter)
         return True
 
     def result(self) -> Any:
@@ -198,11 +206,9 @@ class Future(torch.futures.Future[T], Generic[T]):
             # half the collector cannot see.
             self._set_unwrap_func(_raise)
             _set_torch_result(self, _twin_of(outcome.error))
+        executor = self._executor or _run_here
         for callback in outcome.take_callbacks():
-            if self._executor is None:
-                callback()
-            else:
-                self._executor(callback)
+            executor(callback)
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Calls ``callback(self)`` when the future is done; at once if it is already."""
@@ -213,7 +219,10 @@ class Future(torch.futures.Future[T], Generic[T]):
         def run() -> None:
             try:
                 context.run(callback, self)
-            except Exception:  # nobody is there to catch it, and others come after it
+            except BaseException as error:
+                if may_be_of_a_signal(error):
+                    raise
+                # Nobody is there to catch it, and others come after it.
                 _log.exception("a callback of a future failed")
 
         if not self._outcome.add_callback(run):
@@ -259,6 +268,32 @@ class Future(torch.futures.Future[T], Generic[T]):
         raise TypeError(
             "futures cannot be sent or copied; wait for it and send the result"
         )
+
+
+class _Local(threading.local):
+    """Callbacks that a thread is running, one inside the other, or has still to run."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.put_off: deque[Callable[[], None]] = deque()
+
+
+_local = _Local()
+
+
+def _run_here(callback: Callable[[], None]) -> None:
+    """Runs a callback, which may complete the next future of a chain of any length."""
+    if _local.depth >= _DEEPEST:
+        _local.put_off.append(callback)
+        return
+    _local.depth += 1
+    try:
+        callback()
+        while _local.depth == 1 and _local.put_off:
+            _local.put_off.popleft()()
+    finally:
+        _local.depth -= 1
 
 
 def _raise(error: BaseException) -> None:

@@ -6,6 +6,7 @@ lock. It makes an entry here, and a thread of its own does the work soon after.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ class Leftovers:
         self._worker = worker
         self._work_off = work_off
         self._queue: SimpleQueue[Any] = SimpleQueue()
+        # Held while entries are worked off: who finds the queue empty knows it is done.
+        self._at_work = threading.RLock()
         # Guards the start and the end of the thread.
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -55,29 +58,31 @@ class Leftovers:
 
     def _run(self) -> None:
         while True:
-            # In a list that is emptied: an entry may be all that keeps a graph alive.
-            entries = [self._queue.get()]
-            if entries[0] is None:
+            entry = self._queue.get()
+            if entry is None:
                 return
+            self._queue.put(entry)  # others may come to it before
+            del entry  # it may be all that keeps a graph alive
             time.sleep(_GATHER_S)
-            self.work_off(entries)
+            self.work_off()
 
-    def work_off(self, entries: list[Any] | None = None) -> None:
+    def work_off(self) -> None:
         """Works off what there is, now, on this thread."""
-        entries = [] if entries is None else entries
-        try:
-            while (entry := self._queue.get_nowait()) is not None:
-                entries.append(entry)
-            self._queue.put(None)  # the end, which is for the thread
-        except Empty:
-            entry = None
-        try:
-            if entries:
-                self._work_off(entries)
-        except Exception:
-            _log.exception("%s: an internal task failed", self._worker)
-        finally:
-            entries.clear()
+        with self._at_work:
+            entries = []
+            with contextlib.suppress(Empty):
+                while True:
+                    entries.append(self._queue.get_nowait())
+            if None in entries:
+                entries.remove(None)
+                self._queue.put(None)  # the end, which is for the thread
+            try:
+                if entries:
+                    self._work_off(entries)
+            except Exception:
+                _log.exception("%s: an internal task failed", self._worker)
+            finally:
+                entries.clear()
 
     def close(self) -> None:
         """Ends the thread."""

@@ -123,7 +123,7 @@ class Link:
             self._reading_wanted = read
         if write is not None:
             self._writing_wanted = write
-        if self._open:
+        if self._open and self.connection.end is None:  # else there is always an event
             self._pool.poller.arm(
                 self._fileno, self._reading_wanted, self._writing_wanted
             )
@@ -244,6 +244,9 @@ class Link:
             self._submit(_take_all(turn.rest))
         if self.holds:
             self.flush()
+        if self.connection.end is not None:
+            # No event will tell of it; and it may run foreign code.
+            self._pool.submit(self.end_if_over)
         return True
 
     def check_turn(self, now: float) -> bool:
@@ -377,8 +380,9 @@ class Link:
                     if turn.is_over:
                         return
                     turn.serving_since = 0.0
-            elif self.connection.end is not None or (
-                deadline and time.monotonic() >= deadline
+            if not outcome.done and (
+                self.connection.end is not None
+                or (deadline and time.monotonic() >= deadline)
             ):
                 return
 
@@ -387,12 +391,15 @@ class Link:
 
         It may be just what the thread is about to wait for.
         """
-        is_request = self._owner.is_request
-        for frame in _take_all(turn.rest):
-            if is_request(frame):
-                self._submit([frame])
+        while turn.rest:
+            try:  # one by one: a look may end the turn meanwhile, and take the others
+                holder = [turn.rest.pop()]
+            except IndexError:
+                return
+            if self._owner.is_request(holder[0]):
+                self._submit(holder)
             else:
-                self._handle([frame], turn)
+                self._handle(holder, turn)
 
     def waits_elsewhere(self, number: int) -> None:
         """Counts the callers that wait for somebody else to read their answer."""
@@ -502,6 +509,10 @@ class Link:
         holder.append(request)
         del request
         self._owner.serve(self, holder.pop())
+
+    def end_with(self, reason: str) -> None:
+        """The peer has said that nothing more will come, and why."""
+        self.connection.end = self.connection.end or reason
 
     def end_if_over(self) -> None:
         """Reports the end of the connection, once, when everything before it is handled."""

@@ -46,6 +46,7 @@ class Peer:
         self.changed = threading.Condition()
         self.link: Link | None = None
         self.fate: str | None = None
+        self.says_goodbye = False  # it leaves, and was not lost
         self.is_mourned = False  # all that depended on it has been ended
         self._has_left = False
 

@@ -20,6 +20,7 @@ import torch
 from gradwire.rpc._lead import Lead
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._poller import make_poller
+from gradwire.rpc._signals import may_be_of_a_signal
 from gradwire.rpc._turn import LONGEST_TURN_S, set_helper
 
 __all__ = ["WorkerPool"]
@@ -44,7 +45,8 @@ class WorkerPool:
         self._name = name
         self._on_work = on_work
         self._num_begun = self._num_begun_before = 0
-        self._num_wakes = 1
+        self._num_wakes = 1  # how many threads to wake when the queue is stuck
+        self._num_helped = 0  # what was begun by those whom the last look has woken
         self._keep_idle = keep_idle
         self.poller = self.reserve = make_poller()
         fileno = self.poller.fileno()
@@ -121,14 +123,24 @@ class WorkerPool:
     def start(self) -> None:
         """Starts the first threads."""
         with self._lock:
-            self._spawn()
-            self._spawn()
+            for _ in range(2):
+                problem = self._spawn()
+                if problem is not None:
+                    raise problem
 
     def submit(self, *work: Callable[[], None]) -> None:
-        """Runs each piece of work on some thread of the pool."""
+        """Runs each piece of work on some thread of the pool.
+
+        When that is closed, and its threads have ended, it is run here.
+        """
+        if not work:
+            return
         self._queue.extend(work)
         self._call_for_help()
-        self._on_work()
+        if self._closed and not self._threads:
+            self._drain()
+        else:
+            self._on_work()
 
     def check_stall(self) -> bool:
         """Lets others go on if whoever leads, or the queue, is stuck.
@@ -141,12 +153,13 @@ class WorkerPool:
         if since is not None and time.monotonic() - since > LONGEST_TURN_S:
             self.depose(leader)
         if not self._queue:
-            self._num_wakes = 1
+            self._num_wakes, self._num_helped = 1, 0
             return since is not None
-        if self._num_begun != self._num_begun_before:
-            self._num_wakes = 1
+        if self._num_begun - self._num_begun_before > self._num_helped:
+            self._num_wakes, self._num_helped = 1, 0
         else:
-            # More than one: who comes may get stuck as well.
+            # More and more: who comes may get stuck as well, and one more that it wakes.
+            self._num_helped = self._num_wakes + 1
             self._num_wanted = self._num_wakes
             for _ in range(self._num_wakes):
                 self._call_for_help()
@@ -193,7 +206,8 @@ class WorkerPool:
             else:
                 self.poller.wake()
 
-    def _spawn(self) -> None:
+    def _spawn(self) -> RuntimeError | None:
+        """Starts a thread; returns why not. The caller holds the lock."""
         # Counted as idle at once, so that two callers do not both spawn.
         self._idle += 1
         self._count += 1
@@ -201,7 +215,14 @@ class WorkerPool:
             target=self._run, name=f"gradwire-{self._name}-{self._count}", daemon=True
         )
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of the system, perhaps for now only
+            self._idle -= 1
+            self._threads.discard(thread)
+            _log.warning("%s: no thread can be started: %s", self._name, error)
+            return error
+        return None
 
     def _run(self) -> None:
         self._local.is_pool_thread = True
@@ -231,6 +252,7 @@ class WorkerPool:
                 if event is None and not worked and self._leaves():
                     is_counted = False
                     return
+            self._drain()  # others may wait for what nobody has come to
         finally:
             if is_counted:
                 with self._lock:
@@ -240,6 +262,7 @@ class WorkerPool:
                 self._threads.discard(threading.current_thread())
                 is_last = self._closed and not self._threads
             if is_last:
+                self._drain()
                 self._close_pollers()
 
     def _leaves(self) -> bool:
@@ -261,7 +284,7 @@ class WorkerPool:
         """Runs what is in the queue; help comes if a piece blocks, see `_turn`."""
         worked = False
         me = threading.get_ident()
-        while self._queue and self._lead.is_mine:
+        while self._queue and (self._closed or self._lead.is_mine):
             # First of all: a look that finds the queue empty must see that somebody works.
             self._working_since[me] = time.monotonic()
             try:
@@ -283,7 +306,11 @@ class WorkerPool:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception:
+        except BaseException as error:
+            if may_be_of_a_signal(
+                error
+            ):  # the pool is closed, and work is run anywhere
+                raise
             _log.exception("%s: an internal task failed", self._name)
 
     # ------------------------------------------------------------------------ end

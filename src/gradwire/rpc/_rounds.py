@@ -83,6 +83,7 @@ class Rounds:
                 link.last_received = now
             self._look_at(link, peer, now, interval)
         agent.network.keep_house(now)
+        agent.pool.ensure_follower()  # perhaps none could be started when it was needed
         return due
 
     def _look_at(self, link: Link, peer: Peer, now: float, interval: float) -> None:

@@ -23,6 +23,7 @@ from gradwire.rpc._interceptors import register_interceptor
 from gradwire.rpc._rref_parts import Handle, Owned, User
 from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
+from gradwire.rpc._signals import shielded
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 
 _LOOK_S = 0.5
@@ -326,18 +327,19 @@ def _create(
 ) -> RRef[Any]:
     service.agent.targets.check_callable(function)
     ref: Owned | User
-    if owner.id == service.me:
-        ref, creation = service.create_here()
-    else:
-        ref, creation = service.create_there(owner)
-    rref: RRef[Any] = RRef._bind(service, ref)
-    try:
-        rref._creation = service.agent.make(
-            owner, function, args, kwargs, timeout, creation
-        )
-    except BaseException as error:
-        service.created(creation, error, was_sent=False)
-        raise
+    with shielded():  # what is entered here must get its handle
+        if owner.id == service.me:
+            ref, creation = service.create_here()
+        else:
+            ref, creation = service.create_there(owner)
+        rref: RRef[Any] = RRef._bind(service, ref)
+        try:
+            rref._creation = service.agent.make(
+                owner, function, args, kwargs, timeout, creation
+            )
+        except BaseException as error:
+            service.created(creation, error, was_sent=False)
+            raise
     return rref
 
 

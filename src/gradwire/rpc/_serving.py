@@ -172,7 +172,7 @@ class Server:
             else:
                 args, kwargs = self._unpack(call, value)
             del value
-        except Exception as error:
+        except BaseException as error:  # also of a module that exits when imported
             self._drop(interceptors, peer, call, error)
             request.fail(error)
             return
@@ -189,7 +189,7 @@ class Server:
                     interceptor.received_call(peer, call.id, label, header, tracked),
                 )
             del tracked
-        except Exception as error:
+        except BaseException as error:
             request.fail(error)
             return
         frame.buffers.clear()  # the arguments alone keep their memory now
@@ -419,7 +419,7 @@ class _Request:
             outgoing = encode(
                 reply, value, add_headers, packer, self._server._agent.serializer
             )
-        except Exception as error:
+        except BaseException as error:
             self._server._agent.packing.discard(error)
             self.fail(error)
             return
@@ -449,7 +449,7 @@ class _Request:
         _log.debug("worker %s: a call failed", worker, exc_info=error)
         try:
             outgoing = self._encode_failure(error)
-        except Exception as problem:
+        except BaseException as problem:
             text = f"an error of type {type(error).__name__} that cannot be described"
             note = EncodeError(f"{text}: {problem}", worker=worker)
             outgoing = self._encode_failure(note)
@@ -535,6 +535,7 @@ class _EventLoop:
         self._name = name
         # Guards the start and the end of the loop.
         self._lock = threading.Lock()
+        self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -547,6 +548,10 @@ class _EventLoop:
     ) -> None:
         """Runs a coroutine in the handler's context and answers with its result."""
         loop = self._start()
+        if loop is None:
+            coroutine.close()
+            request.fail(NotInitialized("this worker was shut down meanwhile"))
+            return
 
         def begin() -> None:
             task = context.run(loop.create_task, coroutine)
@@ -566,8 +571,11 @@ class _EventLoop:
 
         loop.call_soon_threadsafe(begin)
 
-    def _start(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> asyncio.AbstractEventLoop | None:
+        """The loop, which runs from now on; None if it was closed."""
         with self._lock:
+            if self._is_closed:
+                return None
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 _future.forbid_blocking_in(self._loop)
@@ -583,6 +591,7 @@ class _EventLoop:
     def close(self, timeout_s: float) -> None:
         """Cancels what still runs and ends the thread."""
         with self._lock:
+            self._is_closed = True
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
         if loop is None or thread is None:

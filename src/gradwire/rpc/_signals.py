@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["interruptible", "shielded", "wait_in_slices"]
+__all__ = ["interruptible", "may_be_of_a_signal", "shielded", "wait_in_slices"]
 
 _SLICE_S = 0.05
 
@@ -133,6 +133,15 @@ _no_shield = _NoShield()
 def shielded() -> _Shield | _NoShield:
     """A context in which signal handlers are put off; free on other threads."""
     return _shield if threading.get_ident() == _main_thread else _no_shield
+
+
+def may_be_of_a_signal(error: BaseException) -> bool:
+    """Whether a signal handler may have raised what was caught here.
+
+    Then it is for the program that runs on this thread. Otherwise it belongs to whatever
+    raised it, such as a module that exits when it is imported.
+    """
+    return not isinstance(error, Exception) and threading.get_ident() == _main_thread
 
 
 def wait_in_slices(wait: Callable[[float], bool], limit: float) -> bool:

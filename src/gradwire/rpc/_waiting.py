@@ -16,6 +16,8 @@ from gradwire.wire import thread_state_is_clean
 
 __all__ = ["Waiting"]
 
+_SLICE_S = 0.05
+
 
 class Waiting:
     """The waits of one agent.
@@ -130,3 +132,4 @@ class Waiting:
             if peer is None or limit != call.deadline:
                 return
             self._expire(peer, call)
+            left = _SLICE_S  # else its answer is here, and somebody reads it

@@ -24,6 +24,7 @@ from gradwire.rpc._leftovers import Leftovers
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref import CUT_OUTSIDE_CONTEXT, made_by, set_backward
+from gradwire.rpc._signals import shielded
 
 __all__ = [
     "CUT_OUTSIDE_CONTEXT",
@@ -49,4 +50,5 @@ __all__ = [
     "serving_agent",
     "serving_peer",
     "set_backward",
+    "shielded",
 ]

@@ -199,3 +199,60 @@ def test_thread_that_waits_leaves_work_that_it_has_read_to_the_pool():
         link.close()
         sender.close()
         assert pool.close(LIMIT_S) == []
+
+
+def test_goodbye_is_not_taken_for_the_end_before_what_came_earlier():
+    class Watcher(Owner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def accept(self, link: Link, frame: Frame) -> Any:
+            self.seen.append(frame.head.decode())
+            if frame.head == b"goodbye":
+                link.end_with("it shut down")
+
+        def link_ended(self, link: Link, reason: str) -> None:
+            self.seen.append(reason)
+
+    sender, receiver = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    owner = Watcher()
+    link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
+    link._undelivered = 2  # both were read, and by different threads
+    try:
+        link._handle([Frame(b"goodbye", [])], None)
+        assert owner.seen == ["goodbye"]
+
+        link._handle([Frame(b"answer", [])], None)
+        assert owner.seen == ["goodbye", "answer", "it shut down"]
+    finally:
+        link.close()
+        sender.close()
+        pool.close(LIMIT_S)
+
+
+def test_thread_that_waits_takes_what_it_has_read_one_by_one():
+    class Watcher(Owner):
+        def is_request(self, frame: Frame) -> bool:
+            return False
+
+        def accept(self, link: Link, frame: Frame) -> Any:
+            super().accept(link, frame)
+            left.append(len(turn.rest))
+
+    sender, receiver = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    link = Link(StreamConnection("test", receiver, Limits()), pool, Watcher())
+    turn = Turn(link, is_callers=True)
+    turn.rest += [Frame(b"second", []), Frame(b"first", [])]
+    link._undelivered = 2
+    left: list[int] = []  # for others, should this one take long
+    try:
+        link._handle_rest(turn)
+
+        assert left == [1, 0]
+    finally:
+        link.close()
+        sender.close()
+        pool.close(LIMIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from gradwire.rpc import _pool
 from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._turn import about_to_block
 
 LIMIT_S = 10.0
 
@@ -299,3 +301,112 @@ def test_threads_compute_with_as_many_threads_as_the_program_has_set():
     )
 
     assert run.stdout.strip() == "0"
+
+
+def test_thread_that_cannot_be_started_is_missed_only_while_it_cannot(
+    make_pool, monkeypatch, caplog
+):
+    pool = make_pool()
+    started = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    gates = [threading.Event() for _ in range(4)]
+    begun = [threading.Event() for _ in range(4)]
+    for gate, event in zip(gates, begun, strict=True):
+        pool.submit(functools.partial(_begin_and_wait, event, gate))
+    for event in begun[:2]:  # as many as there are threads
+        assert event.wait(LIMIT_S)
+    wait_until(lambda: "no thread can be started" in caplog.text)
+    assert pool.num_threads == 2
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    pool.ensure_follower()
+
+    assert all(event.wait(LIMIT_S) for event in begun)
+    for gate in gates:
+        gate.set()
+
+
+def _begin_and_wait(begun: threading.Event, gate: threading.Event) -> None:
+    begun.set()
+    gate.wait(LIMIT_S)
+
+
+def test_pool_that_cannot_start_at_all_says_so(monkeypatch):
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = WorkerPool("test", 1, lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pool.start()
+
+    pool.close(LIMIT_S)
+
+
+def test_close_runs_what_is_queued_though_each_piece_waits():
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def work(number: int) -> None:
+        about_to_block()
+        time.sleep(0.001)
+        ran.put(number)
+
+    pool.submit(*[functools.partial(work, number) for number in range(20)])
+
+    assert pool.close(LIMIT_S) == []
+    assert ran.qsize() == 20
+
+
+def test_work_that_is_submitted_after_the_end_is_run_by_who_submits_it():
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    assert pool.close(LIMIT_S) == []
+    names: list[str] = []
+
+    pool.submit(lambda: names.append(threading.current_thread().name))
+
+    assert names == [threading.current_thread().name]
+
+
+def test_many_pieces_that_all_get_stuck_are_begun_by_more_and_more_threads(make_pool):
+    pool = make_pool()
+    gate = threading.Event()
+    begun: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def block() -> None:
+        begun.put(None)
+        gate.wait(LIMIT_S)
+
+    looks = 0
+    check_stall = pool.check_stall
+
+    def count_looks() -> bool:
+        nonlocal looks
+        looks += 1
+        return check_stall()
+
+    pool.check_stall = count_looks  # type: ignore[method-assign]
+    pool.submit(*[block] * 200)
+    wait_until(lambda: begun.qsize() == 200)
+    gate.set()
+
+    assert looks < 60  # two at a time would take a hundred
+
+
+def test_work_that_exits_does_not_end_its_thread(make_pool, caplog):
+    pool = make_pool()
+    pool.submit(sys.exit)
+    done = threading.Event()
+
+    pool.submit(done.set)
+
+    assert done.wait(LIMIT_S)
+    wait_until(lambda: "an internal task failed" in caplog.text)
+    assert pool.num_threads == 2
