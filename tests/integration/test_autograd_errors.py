@@ -827,3 +827,50 @@ def test_callee_may_start_a_pass_before_the_caller_has_noted_its_call():
         _recorder._CallNote.sent = sent  # type: ignore[method-assign]
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full_like(x, 3.0))
+
+
+# ------------------------------------------------------------------ tensors of subclasses
+
+
+class Wrapped(torch.Tensor):
+    """Travels as any object does: torch pickles it, without its history."""
+
+
+def wrap(x: Tensor) -> Tensor:
+    return (x * 2).as_subclass(Wrapped)
+
+
+def total(x: Tensor) -> Tensor:
+    return x.as_subclass(torch.Tensor).sum()
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+@on_worker(0)
+def test_tensor_of_a_subclass_does_not_lose_its_gradient_in_silence(has_context):
+    x = parameter("x")
+    with autograd.context() if has_context else nullcontext():
+        with pytest.raises(EncodeError, match=r"class Wrapped.*as_subclass"):
+            call("w1", total, wrap(x))
+        with pytest.raises(RemoteError, match=r"class Wrapped.*as_subclass"):
+            call("w1", wrap, x)
+
+        with torch.no_grad():
+            assert torch.equal(call("w1", total, wrap(x)), total(wrap(x)))
+            assert torch.equal(call("w1", wrap, x), wrap(x))
+        assert call("w1", total, wrap(x).detach()) == total(wrap(x))
+
+
+class OwnParameter(torch.nn.Parameter):
+    """As libraries have them."""
+
+
+@on_worker(0)
+def test_module_with_parameters_of_a_subclass_can_be_sent():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight = OwnParameter(layer.weight.detach())
+
+    copy = call("w1", functions.echo, layer)
+
+    assert torch.equal(copy.weight, layer.weight)
+    assert copy.weight.is_leaf
+    assert copy.weight.requires_grad

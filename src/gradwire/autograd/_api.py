@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -332,7 +332,11 @@ def check_repeatable(exchange: Exchange, what: str) -> None:
 
 
 def _check_timeout(timeout: float) -> float:
-    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+        raise TypeError(
+            f"timeout must be a number of seconds, not {type(timeout).__name__}"
+        )
+    if not timeout >= 0:  # written so that it also refuses NaN
         raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
     return timeout
 
@@ -343,6 +347,8 @@ def _check_roots(
     what: str,
     what_seeds: str,
 ) -> tuple[list[Tensor], list[Tensor]]:
+    if not isinstance(roots, (Tensor, Iterable)):
+        raise TypeError(f"{what} must be tensors, found {type(roots).__name__}")
     tensors = [roots] if isinstance(roots, Tensor) else list(roots)
     if not tensors:
         raise UsageError(

@@ -158,6 +158,13 @@ class Recorder(Interceptor):
         note.addition = Addition(encode_header(header), flags)
         return note
 
+    def sending_opaque(self, tensors: list[Tensor], is_grad_enabled: bool) -> None:
+        """See `Interceptor`."""
+        if is_grad_enabled and (
+            active_context.get() is not None or records_without_context()
+        ):
+            raise _without_history(tensors[0])
+
     def _find_side(self, name: ContextName, records: bool) -> Side | None:
         side = self.exchange.registry.find(name)
         if side is None and records:
@@ -406,6 +413,14 @@ class _CallNote(Note):
             self._exchange.mark_dead(side, self.event)
 
 
+def _without_history(tensor: Tensor) -> EncodeError:
+    return EncodeError(
+        f"a tensor of class {type(tensor).__qualname__}, a subclass of torch.Tensor, "
+        "requires grad, and tensors of subclasses are sent without their history: its "
+        "gradient would be lost. Send tensor.as_subclass(torch.Tensor), or detach() it"
+    )
+
+
 class _PlainScope(Scope):
     """A call that came without a history, and will mostly go without one."""
 
@@ -431,6 +446,10 @@ class _PlainScope(Scope):
         name = ContextName(key_of_call(peer.info.id, self._call_id), peer.incarnation)
         self._scope = _CallScope(self._exchange, peer, name, self._label, None)
         return self._scope.sending_reply(tensors, of_modules)
+
+    def sending_opaque(self, tensors: list[Tensor]) -> None:
+        """See `Scope`."""
+        raise _without_history(tensors[0])
 
     def sent(self) -> None:
         """See `Scope`."""
@@ -522,6 +541,11 @@ class _CallScope(Scope):
         if self._event >= 0 and self.side is not None:
             self.side.finish_sends()
             self._exchange.unfinished.discard(self)
+
+    def sending_opaque(self, tensors: list[Tensor]) -> None:
+        """See `Scope`."""
+        if self.records:
+            raise _without_history(tensors[0])
 
     def _refuse_to_lose(self, tensors: list[Tensor], of_modules: set[int]) -> None:
         """Raises if the caller counts on a history in a context that was dropped here.

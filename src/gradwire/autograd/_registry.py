@@ -127,7 +127,8 @@ class Registry:
         ended = self._ended.get(opener_of(key))
         counter = counter_of(key)
         is_mine = opener_of(key) == self._exchange.me and counter <= self._issued
-        if is_mine or (ended is not None and ended.includes(counter)):
+        is_over = is_mine or (ended is not None and ended.includes(counter))
+        if is_over and not is_implicit(key):
             raise ContextReleased(
                 f"Could not find autograd context with id: {key}: it was released when "
                 "its `with` block was left; read its gradients inside the block",

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
+_FOREVER_S = 1e9
 _DEEPEST = 20  # callbacks that are run by callbacks: Python's stack has an end
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
 
@@ -317,7 +318,8 @@ class Caller:
             raise ValueError(
                 f"timeout must be at least 0 (0: none, -1: the default), found {timeout}"
             )
-        return time.monotonic() + timeout if timeout else 0.0
+        # More than anybody waits is none: clocks and locks do not take any number.
+        return time.monotonic() + float(timeout) if 0 < timeout < _FOREVER_S else 0.0
 
     def _encode_call(
         self,
@@ -339,6 +341,8 @@ class Caller:
         ) -> dict[int, int]:
             headers, flags = {}, {}
             for interceptor in self._interceptors:
+                if packer.opaque:
+                    interceptor.sending_opaque(packer.opaque, is_grad_enabled)
                 if not (
                     interceptor.sees_all_calls
                     or interceptor in packer.used

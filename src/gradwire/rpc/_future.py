@@ -25,6 +25,7 @@ S = TypeVar("S")
 _init_torch_future = torch._C.Future.__init__
 _set_torch_result = torch._C.Future.set_result
 
+_FOREVER_S = 1e9
 _DEEPEST = 20  # callbacks that are run by callbacks: Python's stack has an end
 
 Executor = Callable[[Callable[[], None]], None]
@@ -166,7 +167,7 @@ class Future(torch.futures.Future[T], Generic[T]):
         """
         if not self._outcome.done:
             _refuse_in_event_loop()
-            if not self._outcome.wait(timeout):
+            if not self._outcome.wait(_check_limit(timeout)):
                 raise DeadlineExceeded(f"the future had no value after {timeout} s")
         return cast(T, self._outcome.result())
 
@@ -294,6 +295,19 @@ def _run_here(callback: Callable[[], None]) -> None:
             _local.put_off.popleft()()
     finally:
         _local.depth -= 1
+
+
+def _check_limit(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+        raise TypeError(
+            "timeout must be a number of seconds, or None for the limit of the call, not "
+            f"{type(timeout).__name__}"
+        )
+    if not timeout >= 0:  # written so that it also refuses NaN
+        raise ValueError(f"timeout must be at least 0, found {timeout}")
+    return float(timeout) if timeout < _FOREVER_S else None
 
 
 def _raise(error: BaseException) -> None:

@@ -99,6 +99,9 @@ class Scope:
         """The result is about to be encoded. See `Interceptor.sending_call`."""
         return NOTHING
 
+    def sending_opaque(self, tensors: list[torch.Tensor]) -> None:
+        """As `Interceptor.sending_opaque`, before `sending_reply`."""
+
     def sent(self) -> None:
         """The result is on its way; as `Note.sent`."""
 
@@ -141,6 +144,14 @@ class Interceptor:
     def debug_info(self) -> dict[str, Any]:
         """Counts for `gradwire.rpc.get_debug_info`."""
         return {}
+
+    def sending_opaque(
+        self, tensors: list[torch.Tensor], is_grad_enabled: bool
+    ) -> None:
+        """Tensors of subclasses require grad, and leave as pickles, without history.
+
+        Called before `sending_call`.
+        """
 
     def sending_call(
         self,

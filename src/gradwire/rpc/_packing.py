@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from gradwire.errors import DecodeError
 from gradwire.rpc._interceptors import Interceptor
 from gradwire.rpc._peer import Peer
@@ -51,14 +53,20 @@ class Packing:
 
 
 class PeerPacker:
-    """A `gradwire.wire.Packer` for one message; notes whose objects it has packed."""
+    """A `gradwire.wire.Packer` for one message; notes whose objects it has packed.
 
-    __slots__ = ("_packs", "_peer", "used")
+    Attributes:
+        used: The interceptors whose objects they are.
+        opaque: Tensors that require grad and go without their history.
+    """
+
+    __slots__ = ("_packs", "_peer", "opaque", "used")
 
     def __init__(self, packs: _Packs, peer: Peer) -> None:
         self._packs = packs
         self._peer = peer
         self.used: list[Interceptor] = []
+        self.opaque: list[Tensor] = []
 
     @property
     def types(self) -> Collection[type]:
@@ -71,3 +79,7 @@ class PeerPacker:
         if interceptor not in self.used:
             self.used.append(interceptor)
         return interceptor.name, pack(obj, self._peer)
+
+    def goes_without_history(self, tensor: Tensor) -> None:
+        """See `Packer`."""
+        self.opaque.append(tensor)

@@ -400,6 +400,8 @@ class _Request:
                 self.scopes.append((interceptor.name, scope))
         headers, flags = {}, {}
         for name, scope in self.scopes:
+            if packer.opaque:
+                scope.sending_opaque(packer.opaque)
             addition = scope.sending_reply(tensors, of_modules)
             if addition.flags:
                 flags.update(addition.flags)

@@ -40,6 +40,9 @@ class Packer(Protocol):
     def pack(self, obj: Any) -> Any:
         """What is sent in the place of an object."""
 
+    def goes_without_history(self, tensor: torch.Tensor) -> None:
+        """A tensor that requires grad is pickled as any object: it is of a subclass."""
+
 
 def dumps(value: object, table: TensorTable, packer: Packer | None = None) -> bytes:
     """Pickles a value; its tensors go to the table, some objects to the packer.
@@ -120,6 +123,13 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.nn.Module):
             # Its parameters arrive as such; one that is sent by itself may not.
             self._table.of_modules.update(map(id, obj._parameters.values()))
+        elif (
+            isinstance(obj, _Tensor)
+            and obj.requires_grad
+            and id(obj) not in self._table.of_modules
+            and self._packer is not None
+        ):
+            self._packer.goes_without_history(obj)
         if isinstance(obj, torch.futures.Future):
             raise EncodeError(
                 "futures cannot be sent; wait for it and send the result, or return it "
