@@ -176,6 +176,7 @@ EXTENSION_NAMES = [
     "serving_agent",
     "serving_peer",
     "set_backward",
+    "shielded",
 ]
 
 OPTIM_NAMES = [

@@ -428,9 +428,8 @@ class Caller:
             self._finish_call(peer, call, message, frame)
         except BaseException:
             # A signal handler raised on a caller's thread; the call may be another's.
-            self._pool.submit(
-                functools.partial(self._finish_call, peer, call, message, frame)
-            )
+            again = functools.partial(self._finish_call, peer, call, message, frame)
+            self._pool.submit(again, *(put_off or ()))
             raise
         finally:
             self._local.put_off = None
