@@ -55,7 +55,7 @@ def clip_grad_norm_(
     """
     source = check_context(context_id)
     rrefs = check_references(list(params_rref))
-    order = float(norm_type)
+    limit, order = float(max_norm), float(norm_type)
     by_owner: dict[str, list[int]] = {}
     for position, rref in enumerate(rrefs):
         by_owner.setdefault(rref.owner_name(), []).append(position)
@@ -84,7 +84,7 @@ def clip_grad_norm_(
             f"the norm of order {order} of the gradients is {total.item()}, so they were "
             "not clipped; set error_if_nonfinite=False to scale them all the same"
         )
-    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.item() != 1.0:
         ask_all(
             (owner, partial(rpc_async, owner, scale, (source, share, factor), None, 0))
