@@ -50,7 +50,8 @@ def admit(
     ``loss.backward()`` becomes a pass.
     """
     task = current_task()
-    if side.run is not None and side.run.task != task:
+    other = side.run
+    if other is not None and other.task not in (None, task):
         exchange.leftovers.work_off()  # of a backward that has failed just now
     with side.lock:
         run = exchange.run_here(side)

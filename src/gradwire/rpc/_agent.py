@@ -347,12 +347,13 @@ class Agent:
         Futures may run foreign code when they complete, which may wait for another one of
         them: each is a piece of work of its own, and whoever just waits comes first.
         """
-        works = [functools.partial(call.settle, None, peer.error()) for call in calls]
-        futures = [w for w, call in zip(works, calls, strict=True) if call.future]
-        for work, call in zip(works, calls, strict=True):
+        works = []
+        for call in calls:
             if call.future is None:
-                work()
-        self.pool.submit(*futures)
+                call.settle(None, peer.error())
+            else:
+                works.append(functools.partial(call.settle, None, peer.error()))
+        self.pool.submit(*works)
 
     def lost_error(self, peer: Peer) -> GradwireError:
         if self._closed:

@@ -15,7 +15,12 @@ from gradwire._config import UNSET_TIMEOUT
 from gradwire.errors import CallTimeout, DecodeError, TransportError
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
-from gradwire.rpc._future import Future, _refuse_in_event_loop
+from gradwire.rpc._future import (
+    DEEPEST,
+    FOREVER_S,
+    Future,
+    _refuse_in_event_loop,
+)
 from gradwire.rpc._interceptors import Note
 from gradwire.rpc._link import Link
 from gradwire.rpc._peer import Peer
@@ -54,8 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
-_FOREVER_S = 1e9
-_DEEPEST = 20  # callbacks that are run by callbacks: Python's stack has an end
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
 
 
@@ -318,8 +321,7 @@ class Caller:
             raise ValueError(
                 f"timeout must be at least 0 (0: none, -1: the default), found {timeout}"
             )
-        # More than anybody waits is none: clocks and locks do not take any number.
-        return time.monotonic() + float(timeout) if 0 < timeout < _FOREVER_S else 0.0
+        return time.monotonic() + float(timeout) if 0 < timeout < FOREVER_S else 0.0
 
     def _encode_call(
         self,
@@ -395,7 +397,7 @@ class Caller:
         if (
             not self._pool.is_pool_thread
             or (turn is not None and turn.is_callers)
-            or local.depth >= _DEEPEST
+            or local.depth >= DEEPEST
         ):
             self._pool.submit(callback)
         elif local.put_off is not None:

@@ -25,8 +25,10 @@ S = TypeVar("S")
 _init_torch_future = torch._C.Future.__init__
 _set_torch_result = torch._C.Future.set_result
 
-_FOREVER_S = 1e9
-_DEEPEST = 20  # callbacks that are run by callbacks: Python's stack has an end
+FOREVER_S = 1e9
+"""A limit that is none: clocks and locks do not take any number."""
+DEEPEST = 20
+"""Callbacks that are run by callbacks, one inside the other: Python's stack has an end."""
 
 Executor = Callable[[Callable[[], None]], None]
 Eventually: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
@@ -285,7 +287,7 @@ _local = _Local()
 
 def _run_here(callback: Callable[[], None]) -> None:
     """Runs a callback, which may complete the next future of a chain of any length."""
-    if _local.depth >= _DEEPEST:
+    if _local.depth >= DEEPEST:
         _local.put_off.append(callback)
         return
     _local.depth += 1
@@ -307,7 +309,7 @@ def _check_limit(timeout: float | None) -> float | None:
         )
     if not timeout >= 0:  # written so that it also refuses NaN
         raise ValueError(f"timeout must be at least 0, found {timeout}")
-    return float(timeout) if timeout < _FOREVER_S else None
+    return float(timeout) if timeout < FOREVER_S else None
 
 
 def _raise(error: BaseException) -> None:

@@ -307,9 +307,7 @@ class WorkerPool:
         try:
             work()
         except BaseException as error:
-            if may_be_of_a_signal(
-                error
-            ):  # the pool is closed, and work is run anywhere
+            if may_be_of_a_signal(error):  # whoever submits runs it, after the end
                 raise
             _log.exception("%s: an internal task failed", self._name)
 

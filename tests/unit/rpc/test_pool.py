@@ -355,7 +355,6 @@ def test_close_runs_what_is_queued_though_each_piece_waits():
 
     def work(number: int) -> None:
         about_to_block()
-        time.sleep(0.001)
         ran.put(number)
 
     pool.submit(*[functools.partial(work, number) for number in range(20)])
