@@ -348,18 +348,28 @@ def test_pool_that_cannot_start_at_all_says_so(monkeypatch):
     pool.close(LIMIT_S)
 
 
-def test_close_runs_what_is_queued_though_each_piece_waits():
+def test_close_runs_what_is_queued_though_nobody_leads():
     pool = WorkerPool("test", 1, lambda: None)
     pool.start()
-    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
+    begun, gate = threading.Event(), threading.Event()
 
-    def work(number: int) -> None:
+    def hold() -> None:
         about_to_block()
-        ran.put(number)
+        begun.set()
+        gate.wait(LIMIT_S)
 
-    pool.submit(*[functools.partial(work, number) for number in range(20)])
+    pool.submit(hold)
+    assert begun.wait(LIMIT_S)
+    stuck: list[str] = []
+    closing = threading.Thread(target=lambda: stuck.extend(pool.close(LIMIT_S)))
+    closing.start()
+    wait_until(lambda: pool.num_threads == 1)  # the others have left
+    ran: queue.SimpleQueue[int] = queue.SimpleQueue()
+    pool.submit(*[functools.partial(ran.put, number) for number in range(20)])
+    gate.set()
+    closing.join(LIMIT_S)
 
-    assert pool.close(LIMIT_S) == []
+    assert stuck == []
     assert ran.qsize() == 20
 
 
