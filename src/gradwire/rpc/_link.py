@@ -89,6 +89,9 @@ class Link:
         self._gauge = SpinGauge()  # for what comes unasked
         self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
+        # Only who reads changes these two.
+        self._num_read = 0
+        self._is_receiving = False  # and what came is not counted yet
         self._is_ready = self._is_any_ready = readiness(self._fileno)
         self._poller_fileno = pool.poller.fileno()
         if self._poller_fileno is not None:  # for who leads: others need it, too
@@ -98,7 +101,7 @@ class Link:
         self._reader: object | None = None
         self._turn: Turn | None = None
         self._reading_wanted = self._writing_wanted = False
-        self._undelivered = 0
+        self._num_handled = 0  # of the frames that were read
         self._num_waiting = 0
         self._ended = False
         self._open = True
@@ -301,7 +304,7 @@ class Link:
         """
         turn = Turn(self, is_callers=True)
         with self._lock:
-            if self._reader is not None or (unless_under_way and self._undelivered):
+            if self._reader is not None or (unless_under_way and self._is_under_way()):
                 return
             self._reader = self._turn = turn
             if self._reading_wanted:
@@ -343,7 +346,7 @@ class Link:
         try:
             self._handle_rest(turn)
             with self._lock:
-                if turn.is_over or (unless_under_way and self._undelivered):
+                if turn.is_over or (unless_under_way and self._is_under_way()):
                     return
                 turn.serving_since = 0.0
             try:
@@ -370,21 +373,22 @@ class Link:
         gauge: SpinGauge,
         most_passed_on: float = math.inf,
     ) -> None:
-        while not outcome.done and most_passed_on > 0:
-            interruptible(self._wait, deadline, gauge)
-            frames = self._receive()
+        frames = self._receive()  # it may be here already
+        while True:
             if frames:
                 most_passed_on -= self._pass_on_requests(frames)
                 self._work_off(frames, turn)
+            if outcome.done or most_passed_on <= 0 or self.connection.end is not None:
+                return
+            if frames:
                 with self._lock:
                     if turn.is_over:
                         return
                     turn.serving_since = 0.0
-            if not outcome.done and (
-                self.connection.end is not None
-                or (deadline and time.monotonic() >= deadline)
-            ):
+            if deadline and time.monotonic() >= deadline:
                 return
+            interruptible(self._wait, deadline, gauge)
+            frames = self._receive()
 
     def _handle_rest(self, turn: Turn) -> None:
         """Handles what the turn has read, before its thread waits; requests go to the pool.
@@ -418,26 +422,35 @@ class Link:
             # In slices: something else than this connection may end the wait.
             ready = is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
-        if self._others_call(ready):
+        if is_ready is self._is_any_ready and self._others_call(ready):
             self._pool.resign()
 
     def _others_call(self, ready: Ready) -> bool:
         """Whether the poller is among what is ready: who leads is needed elsewhere."""
-        return any([fileno == self._poller_fileno for fileno, _ in ready])
+        if len(ready) == 1:  # as nearly always
+            return ready[0][0] == self._poller_fileno
+        return any(fileno == self._poller_fileno for fileno, _ in ready)
 
     # ----------------------------------------------------------------------- handling
 
     def _receive(self) -> list[Frame]:
+        # The end may be noticed in here, before what came with it is counted.
+        self._is_receiving = True
         try:
             frames = self.connection.receive()
+            if frames:
+                self.last_received = time.monotonic()
+                self._num_read += len(frames)
         except ProtocolError as error:
             self.connection.end = f"it broke the protocol: {error}"
             return []
-        if frames:
-            self.last_received = time.monotonic()
-            with self._lock:  # all at once: none may be taken for the last one
-                self._undelivered += len(frames)
+        finally:
+            self._is_receiving = False
         return frames
+
+    def _is_under_way(self) -> bool:
+        """Whether something was read and not handled; the caller holds the lock."""
+        return self._num_handled != self._num_read
 
     def silence(self, now: float) -> float:
         """For how long nothing was heard of the peer; a part of a frame counts.
@@ -456,6 +469,8 @@ class Link:
     def _pass_on_requests(self, frames: list[Frame]) -> int:
         """Takes the requests out, which go to the pool; returns how many there were."""
         is_request = self._owner.is_request
+        if len(frames) == 1 and not is_request(frames[0]):
+            return 0
         requests = [frame for frame in frames if is_request(frame)]
         if requests:
             frames[:] = [frame for frame in frames if not is_request(frame)]
@@ -496,7 +511,7 @@ class Link:
             request = self._owner.accept(self, holder.pop())
         finally:
             with self._lock:
-                self._undelivered -= 1
+                self._num_handled += 1
             if self.connection.end is not None:
                 self.end_if_over()
         if request is None:
@@ -517,8 +532,10 @@ class Link:
     def end_if_over(self) -> None:
         """Reports the end of the connection, once, when everything before it is handled."""
         with self._lock:
-            if self.connection.end is None or self._undelivered or self._ended:
+            if self.connection.end is None or self._ended:
                 return
+            if self._is_receiving or self._is_under_way():
+                return  # who handles the last of it comes here
             self._ended = True
         self._owner.link_ended(self, self.connection.end)
 

@@ -38,6 +38,8 @@ from gradwire.transport.base import Connection, Frame, Limits, RawBuffer, Ticket
 __all__ = ["StreamConnection"]
 
 _HEADER = struct.Struct("!IHBB")
+_HEADER_BYTES = _HEADER.size
+_pack_header = _HEADER.pack
 _unpack_header = _HEADER.unpack_from
 _DESCRIPTOR = struct.Struct("!QQ")
 _MARK = 0x67
@@ -53,6 +55,7 @@ ANCILLARY_BYTES = (
     socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 )
 CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_ANCILLARY_BYTES, _CLOEXEC = (ANCILLARY_BYTES,), (CLOEXEC,)  # for `map`
 
 
 _Part = bytes | memoryview | Bulk | Offer
@@ -91,6 +94,7 @@ class StreamConnection(Connection):
         # Reading: touched by the one thread that reads at a time.
         self._buffer = bytearray(max(_READ_BYTES, len(leftover)))
         self._view = memoryview(self._buffer)
+        self._capacity = len(self._buffer)
         self._buffer[: len(leftover)] = leftover
         self._start, self._stop = 0, len(leftover)
         self._long: memoryview | None = None  # a head that is larger than the buffer
@@ -125,7 +129,7 @@ class StreamConnection(Connection):
         if buffers:
             return self._send_with_buffers(head, buffers)
         self._frames_sent += 1
-        data = _HEADER.pack(len(head), 0, _DATA, _MARK) + head
+        data = _pack_header(len(head), 0, _DATA, _MARK) + head
         if self._borrowed.has_returns:
             data = self._returns() + data
         self._queue.append(data)
@@ -145,7 +149,7 @@ class StreamConnection(Connection):
             )
         self._frames_sent += 1
         parts: list[_Part] = []
-        table = [_HEADER.pack(len(head), len(buffers), _DATA, _MARK)]
+        table = [_pack_header(len(head), len(buffers), _DATA, _MARK)]
         bulks: list[Bulk] = []
         for buffer in buffers:
             address, nbytes, _ = buffer
@@ -175,7 +179,7 @@ class StreamConnection(Connection):
         if descriptor is not None:
             offer = _DESCRIPTOR.pack(number, mapping.size)
             parts.append(
-                Offer(_HEADER.pack(len(offer), 0, _OFFER, _MARK) + offer, descriptor)
+                Offer(_pack_header(len(offer), 0, _OFFER, _MARK) + offer, descriptor)
             )
         _memory.copy(mapping.address, address, nbytes)
         return number
@@ -189,18 +193,18 @@ class StreamConnection(Connection):
         return len(self._queue)
 
     def flush(self) -> bool:
-        while self._queue:
-            if not self._write_lock.acquire(False):
+        queue, lock = self._queue, self._write_lock
+        while queue:
+            if not lock.acquire(False):
                 return True  # its holder looks at the queue again after releasing it
             try:
                 if self._closed:
                     self._abandon()
                     return True
-                drained = self._write_queue()
+                if not self._write_queue():
+                    return False
             finally:
-                self._write_lock.release()
-            if not drained:
-                return False
+                lock.release()
         return True
 
     def _write_queue(self) -> bool:
@@ -312,11 +316,15 @@ class StreamConnection(Connection):
 
     def receive(self) -> list[Frame]:
         self.is_drained = False
-        if self._start == self._stop and self._bulk is None and self._long is None:
-            self._start = self._stop = 0
-            count = self._read(self._view)
-            if count < len(self._buffer) and not self._descriptors:
-                self.is_drained = True
+        if (
+            self._start == self._stop
+            and self._bulk is None
+            and self._long is None
+            and not self._inbox
+        ):
+            frame = self._read_frame()
+            if frame is not None:
+                return [frame]
         while True:
             self._parse_small()
             if (
@@ -341,13 +349,34 @@ class StreamConnection(Connection):
         self._frames_received += len(frames)
         return frames
 
+    def _read_frame(self) -> Frame | None:
+        """Reads, with nothing left of earlier reads: mostly one whole frame, no buffers.
+
+        Then it is returned. Whatever else was read is left to be parsed.
+        """
+        self._start = self._stop = 0
+        view = self._view
+        count = self._read(view)
+        if count < self._capacity and not self._descriptors:
+            self.is_drained = True
+            head_bytes = count - _HEADER_BYTES
+            if 0 < head_bytes <= self._max_head_bytes and view[
+                :_HEADER_BYTES
+            ] == _pack_header(head_bytes, 0, _DATA, _MARK):
+                frame = Frame(view[_HEADER_BYTES:count].tobytes(), [])
+                # No call behind this: see `_take_frame`.
+                self._stop = 0
+                self._frames_received += 1
+                return frame
+        return None
+
     def _target(self) -> memoryview:
         """Where the next bytes belong."""
         if self._bulk is not None and self._start == self._stop:
             return self._bulk.target()
         if self._long is not None:
             return self._long[self._long_filled :]
-        if self._stop == len(self._buffer):
+        if self._stop == self._capacity:
             # Full, with the begin of a frame at the end: move it to the front.
             rest = self._stop - self._start
             self._buffer[:rest] = self._buffer[self._start : self._stop]
@@ -357,21 +386,16 @@ class StreamConnection(Connection):
     def _read(self, target: memoryview) -> int:
         """Bytes read into the target; 0 if there are none now, or at the end."""
         ancillary: list[tuple[int, int, bytes]] = []
-        into_bulk = self._bulk is not None and self._start == self._stop
-        into_long = self._long is not None
         try:
             if self._shares_memory:  # Note [counted calls]
                 ((count, ancillary, _, _),) = map(
-                    self._sock.recvmsg_into,
-                    ((target,),),
-                    (ANCILLARY_BYTES,),
-                    (CLOEXEC,),
+                    self._sock.recvmsg_into, ((target,),), _ANCILLARY_BYTES, _CLOEXEC
                 )
             else:
                 (count,) = map(self._sock.recv_into, (target,))
-            if into_bulk:
-                self._bulk.filled += count  # type: ignore[union-attr]
-            elif into_long:
+            if self._bulk is not None and self._start == self._stop:
+                self._bulk.filled += count
+            elif self._long is not None:
                 self._long_filled += count
             else:
                 self._stop += count
@@ -384,7 +408,7 @@ class StreamConnection(Connection):
         self.bytes_received += count
         if ancillary:
             self._keep_descriptors(ancillary)
-        if count == 0:
+        if not count:
             self.end = self.end or self._write_failure or "it closed the connection"
         return count
 
@@ -403,9 +427,9 @@ class StreamConnection(Connection):
         if self._bulk is not None or self._long is not None:
             return
         start, stop, inbox, view = self._start, self._stop, self._inbox, self._view
-        while stop - start > _HEADER.size:
+        while stop - start > _HEADER_BYTES:
             head_bytes, num_buffers, kind, mark = _unpack_header(view, start)
-            begin = start + _HEADER.size
+            begin = start + _HEADER_BYTES
             end = begin + head_bytes
             if num_buffers or kind or mark != _MARK or end > stop:
                 return
@@ -427,31 +451,31 @@ class StreamConnection(Connection):
             self._take_frame(data, 0, len(data), 0)
             return True
         start, stop = self._start, self._stop
-        if stop - start < _HEADER.size:
+        if stop - start < _HEADER_BYTES:
             if start == stop:
                 self._start = self._stop = 0
             return False
-        head_bytes, num_buffers, kind, mark = _HEADER.unpack_from(self._buffer, start)
+        head_bytes, num_buffers, kind, mark = _unpack_header(self._buffer, start)
         if mark != _MARK or kind > _DROP or (kind != _DATA and num_buffers):
             raise RemoteProtocolError(
                 "the peer sent bytes that are no frame "
-                f"(header {bytes(self._view[start : start + _HEADER.size]).hex()})"
+                f"(header {bytes(self._view[start : start + _HEADER_BYTES]).hex()})"
             )
         if head_bytes > self._max_head_bytes:
             raise RemoteProtocolError(
                 f"the peer announced a head of {head_bytes} bytes, the limit is "
                 f"{self._max_head_bytes} (options max_head_bytes, max_frame_bytes)"
             )
-        size = _HEADER.size + num_buffers * _DESCRIPTOR.size + head_bytes
+        size = _HEADER_BYTES + num_buffers * _DESCRIPTOR.size + head_bytes
         if stop - start < size:
-            if size > len(self._buffer):
+            if size > self._capacity:
                 whole = self._allocate_long(size)
                 have = stop - start
                 whole[:have] = self._view[start:stop]
                 self._long, self._long_filled = whole, have
                 self._start = self._stop = 0
                 return True
-            if start + size > len(self._buffer):
+            if start + size > self._capacity:
                 rest = stop - start
                 self._buffer[:rest] = self._buffer[start:stop]
                 self._start, self._stop = 0, rest
@@ -472,7 +496,7 @@ class StreamConnection(Connection):
         self, data: memoryview, start: int, stop: int, next_start: int
     ) -> None:
         """Takes the frame in ``data[start:stop]``, all but its streamed buffers."""
-        head_bytes, num_buffers, kind, _ = _HEADER.unpack_from(data, start)
+        head_bytes, num_buffers, kind, _ = _unpack_header(data, start)
         head = data[stop - head_bytes : stop].tobytes()
         if kind == _DATA and num_buffers == 0:
             frame = Frame(head, [])
@@ -485,7 +509,7 @@ class StreamConnection(Connection):
             self._start = next_start
             self._segment_frame(kind, head)
             return
-        at = start + _HEADER.size
+        at = start + _HEADER_BYTES
         table = [
             _DESCRIPTOR.unpack_from(data, at + i * _DESCRIPTOR.size)
             for i in range(num_buffers)
@@ -590,4 +614,4 @@ def descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
 
 def _numbers_frame(kind: int, numbers: list[int]) -> bytes:
     head = struct.pack(f"!{len(numbers)}Q", *numbers)
-    return _HEADER.pack(len(head), 0, kind, _MARK) + head
+    return _pack_header(len(head), 0, kind, _MARK) + head

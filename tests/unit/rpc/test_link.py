@@ -190,7 +190,7 @@ def test_thread_that_waits_leaves_work_that_it_has_read_to_the_pool():
     link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
     turn = Turn(link, is_callers=True)
     turn.rest.append(Frame(b"answer", []))
-    link._undelivered = 1
+    link._num_read = 1
     try:
         link._handle_rest(turn)
 
@@ -219,7 +219,7 @@ def test_goodbye_is_not_taken_for_the_end_before_what_came_earlier():
     pool = WorkerPool("test", 1, lambda: None)
     owner = Watcher()
     link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
-    link._undelivered = 2  # both were read, and by different threads
+    link._num_read = 2  # both were read, and by different threads
     try:
         link._handle([Frame(b"goodbye", [])], None)
         assert owner.seen == ["goodbye"]
@@ -229,6 +229,48 @@ def test_goodbye_is_not_taken_for_the_end_before_what_came_earlier():
     finally:
         link.close()
         sender.close()
+        pool.close(LIMIT_S)
+
+
+def test_end_that_is_noticed_while_somebody_reads_waits_for_what_came_before_it():
+    class Watcher(Owner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def is_request(self, frame: Frame) -> bool:
+            return False
+
+        def accept(self, link: Link, frame: Frame) -> Any:
+            self.seen.append(frame.head.decode())
+
+        def link_ended(self, link: Link, reason: str) -> None:
+            self.seen.append("end")
+
+    class Connection(StreamConnection):
+        def receive(self) -> list[Frame]:
+            frames = super().receive()
+            if self.end is None:
+                self.end = "it closed the connection"
+                # Another thread has just handled what it was busy with.
+                other = threading.Thread(target=link.end_if_over)
+                other.start()
+                other.join(LIMIT_S)
+            return frames
+
+    sender, receiver = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    owner = Watcher()
+    link = Link(Connection("test", receiver, Limits()), pool, owner)
+    peer = StreamConnection("test", sender, Limits())
+    peer.send(b"answer")
+    try:
+        link.read_as_caller(Outcome(), time.monotonic() + LIMIT_S, [], "it")
+
+        assert owner.seen == ["answer", "end"]
+    finally:
+        link.close()
+        peer.close()
         pool.close(LIMIT_S)
 
 
@@ -246,7 +288,7 @@ def test_thread_that_waits_takes_what_it_has_read_one_by_one():
     link = Link(StreamConnection("test", receiver, Limits()), pool, Watcher())
     turn = Turn(link, is_callers=True)
     turn.rest += [Frame(b"second", []), Frame(b"first", [])]
-    link._undelivered = 2
+    link._num_read = 2
     left: list[int] = []  # for others, should this one take long
     try:
         link._handle_rest(turn)
