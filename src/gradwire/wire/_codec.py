@@ -479,8 +479,13 @@ def _decode_value(
     )
 
 
+_ONE_TENSOR = [0]
+
+
 def _merge(body: Body, tensors: list[torch.Tensor]) -> list[Any]:
     """The elements of a value: plain ones, and tensors where they are referred to."""
+    if body.refs == _ONE_TENSOR and len(body.plain) == len(tensors) == 1:
+        return tensors.copy()  # as most values are
     # A copy, so that a message that is kept does not keep the tensors alive.
     values = body.plain.copy()
     if len(values) != len(body.refs):

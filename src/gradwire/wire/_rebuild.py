@@ -12,6 +12,7 @@ The metadata may come from a faulty or hostile peer. Invariants:
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -36,6 +37,7 @@ __all__ = ["rebuild_tensors"]
 _KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED | TRACKED
 _MAX_NBYTES = 2**63 - 1
 _MOST_REPEATED = 1 << 32  # more is left to the long way
+_MOST_SIZES = 16  # likewise: the product of a million of them takes minutes
 _NO_DTYPE = (None, 0)
 _NUM_PARTS_COO = 2
 _NUM_PARTS_COMPRESSED = 3
@@ -108,15 +110,14 @@ def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | 
         dtype, expected = DTYPES.get(meta.dtype, _NO_DTYPE)
         shape, strides = meta.shape, meta.strides
         if strides is None:
-            for size in shape:
-                expected *= size
-                if expected > INLINE_BYTES:
-                    return None
+            if len(shape) > _MOST_SIZES:
+                return None
+            expected *= math.prod(shape)
         elif any(strides) or not _may_repeat(shape, strides):
             return None
         end = position + expected
         if (
-            not expected
+            not 0 < expected <= INLINE_BYTES
             or meta.storage != index
             or storages[index] != expected
             or meta.offset
