@@ -196,6 +196,11 @@ def switch_grad_off() -> None:
     torch.set_grad_enabled(False)
 
 
+def switch_grad_off_and_fail() -> None:
+    torch.set_grad_enabled(False)
+    raise ValueError("with grad mode off")
+
+
 def is_grad_enabled() -> bool:
     return torch.is_grad_enabled()
 

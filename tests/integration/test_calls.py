@@ -509,3 +509,6 @@ def test_handler_that_switches_grad_off_does_not_change_the_next_one():
     for _ in range(20):
         rpc.rpc_sync("w1", api.switch_grad_off)
         assert rpc.rpc_sync("w1", api.is_grad_enabled) is True
+        with pytest.raises(ValueError, match="with grad mode off"):
+            rpc.rpc_sync("w1", api.switch_grad_off_and_fail)
+        assert rpc.rpc_sync("w1", api.is_grad_enabled) is True

@@ -204,14 +204,15 @@ class Server:
             del args, kwargs
             request.fail(error)
             return
+        finally:
+            if not torch.is_grad_enabled():
+                torch.set_grad_enabled(True)  # a handler switched it off and went away
         took_s = time.perf_counter() - start
         request.was_quick = took_s < _QUICK_S
         self._note_times(call.target, took_s, before_s)
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
-        if not torch.is_grad_enabled():
-            torch.set_grad_enabled(True)  # a handler switched it off and went away
         if type(result) in _LATER or hasattr(function, ASYNC_ATTRIBUTE):
             self._answer_later(request, function, result, context)
         else:
