@@ -274,7 +274,25 @@ def raise_error(kind: str) -> NoReturn:
         torch.ones(2) @ torch.ones(3)
     if kind == "text fails":
         raise _Mute
+    if kind == "frozen":
+        raise Frozen(7)
+    if kind == "sealed":
+        raise Sealed("no changes")
     raise AssertionError(f"there is no error {kind!r}")
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """An error whose attributes cannot be set, nor be restored."""
+
+    code: int
+
+
+class Sealed(Exception):
+    """An error that has no attributes, and lets none be set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set")
 
 
 class _Mute(Exception):

@@ -248,6 +248,22 @@ def test_error_that_cannot_be_unpickled_arrives_as_text():
 
 
 @on_worker(0)
+def test_errors_that_refuse_attributes_arrive():
+    frozen = catch("w1", api.raise_error, "frozen")
+    sealed = catch("w1", api.raise_error, "sealed")
+    kept: Any = rpc.remote("w1", api.raise_error, args=("frozen",))
+
+    assert type(frozen) is RemoteError
+    assert frozen.remote_type == "api_functions.Frozen"
+    assert "raise_error" in frozen.remote_traceback
+    assert sealed.worker == "w1"
+    assert isinstance(sealed, api.Sealed)
+    assert str(sealed).startswith("no changes")
+    with pytest.raises(RemoteError, match="Frozen"):
+        kept.to_here(timeout=10)
+
+
+@on_worker(0)
 def test_error_without_text_arrives_all_the_same():
     error = catch("w1", api.raise_error, "text fails")
 

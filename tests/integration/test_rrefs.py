@@ -37,6 +37,7 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.rpc import RRef
+from gradwire.rpc._api import current_agent
 from gradwire.rpc._rref_parts import User
 from on_worker import on_worker
 from rref_functions import Counter, MyError, catch
@@ -886,6 +887,67 @@ def test_reference_to_what_its_owner_had_before_a_restart_is_lost():
     assert "restarted" in str(error)
     catch(OwnerLost, rpc.rpc_sync, "w1", fn.fetch, args=(rref,))
     del rref
+
+
+@on_worker(0)
+def test_reference_that_is_sent_while_its_owner_is_being_lost():
+    rref = rpc.remote("w1", Counter)
+    rref.to_here()
+    service, user = rref._service, rref._ref
+    assert isinstance(user, User)
+    del service._users[user.fork]  # and the reference itself will be told in a moment
+    try:
+        error = catch(OwnerLost, rpc.rpc_sync, "w2", fn.fetch, args=(rref,))
+    finally:
+        service._users[user.fork] = user
+
+    assert error.worker == "w1"
+
+
+@LOSSES
+def test_owner_that_cannot_be_reached_is_not_dialled_for_each_reference(make_cluster):
+    cluster = make(make_cluster)
+    cluster.run(0, rpc.rpc_sync, "w2", functions.get_pid)
+    cluster.run(2, count_dials)
+    cluster.stop(2)
+    cluster.run(0, send_references, "w1", "w2", 50)
+    cluster.kill(1)
+    cluster.cont(2)
+
+    cluster.run(0, check_call_has_lost_the_owner)
+    assert cluster.run(2, whom_it_dialled) == ["w1"]
+    check_nothing_is_left(cluster, 1)
+
+
+dialled: list[str] = []
+
+
+def count_dials() -> None:
+    """Takes down whom this worker dials from now on."""
+    dialer: Any = current_agent().network._dialer
+    dial = dialer.dial
+
+    def count(record: Any, limit: float) -> Any:
+        dialled.append(record.name)
+        return dial(record, limit)
+
+    dialer.dial = count
+
+
+def send_references(owner: str, to: str, count: int) -> None:
+    rrefs = [rpc.remote(owner, Counter) for _ in range(count)]
+    for rref in rrefs:
+        rref.to_here()
+    fn.keep("call", rpc.rpc_async(to, fn.fetch_all, args=(rrefs,)))
+
+
+def check_call_has_lost_the_owner() -> None:
+    error = catch(OwnerLost, fn.kept.pop("call").wait)
+    assert "'w1'" in str(error)
+
+
+def whom_it_dialled() -> list[str]:
+    return dialled
 
 
 @LOSSES

@@ -290,7 +290,7 @@ class Exchange:
         except BaseException as error:
             self.fail(side, run, error)
             self.end_failed(side, run)
-            error.__traceback__ = None  # it holds the frames of backward functions
+            error.with_traceback(None)  # it holds the frames of backward functions
         else:
             self.end_part(side, run)
 

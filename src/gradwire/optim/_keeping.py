@@ -128,7 +128,7 @@ class Keeper:
 
 def _forget_frames(error: Exception) -> None:
     """A reference to a lost value keeps its error, which so must not lead back to it."""
-    error.__traceback__ = None
+    error.with_traceback(None)
 
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:

@@ -13,6 +13,7 @@ the text travel, no traceback, and classes are found in a fixed table.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import io
 import pickle
@@ -82,11 +83,12 @@ def rebuild(
             error = None
     if not isinstance(error, Exception):
         error = RemoteError(f"{name}: {message}" if message else name)
-    # Where the class could not be combined with ours, these are just attributes.
-    error.worker, error.remote_type = worker, name  # type: ignore[attr-defined]
-    error.remote_traceback = trace  # type: ignore[attr-defined]
+    # Where the class could not be combined with ours, these are just attributes. Not by
+    # assignment: there are classes that refuse it.
+    vars(error).update(worker=worker, remote_type=name, remote_traceback=trace)
     if not isinstance(error, RemoteError) and hasattr(error, "add_note"):
-        error.add_note(f"Raised on worker {worker!r}:\n{trace.rstrip()}")
+        with contextlib.suppress(Exception):
+            error.add_note(f"Raised on worker {worker!r}:\n{trace.rstrip()}")
     return error
 
 

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import secrets
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ __all__ = ["RefService"]
 
 
 _MOST_BURIED = 1024
+_NOT_AGAIN_S = 1.0
 
 
 class RefService(Interceptor):
@@ -98,6 +100,13 @@ class RefService(Interceptor):
         # Values that their creators gave up before the calls that make them had come.
         self._buried: dict[RefId, None] = {}
         self._users: dict[RefId, User] = {}
+        # An owner to which there is no connection, until when not to try, and why not.
+        # Replaced as a whole, by any thread.
+        self._unreachable: tuple[Peer | None, float, GradwireError] = (
+            None,
+            0.0,
+            GradwireError("nobody"),
+        )
 
     def new_id(self) -> RefId:
         """An id that nobody else uses.
@@ -186,8 +195,12 @@ class RefService(Interceptor):
             ref.check()
             packed = Packed(ref.owner.id, ref.id, fork, self.me, ref.life)
             with self._lock:
-                if peer.fate is None:
+                is_held = ref.fork in self._users
+                if is_held and peer.fate is None:
                     self._table.send(ref.fork, fork, peer.info.id)
+            if not is_held:  # the owner was lost just now, and `ref` is told next
+                owner = self.agent.network.find(ref.owner.id)
+                raise ref.confirmation.error or self.owner_lost(owner)
         self.transfer.packed.append(packed)
         return packed
 
@@ -610,10 +623,8 @@ class RefService(Interceptor):
             user = self._users.get(instruction.fork)
         if user is None:
             return  # the owner was lost meanwhile
-        if owner.link is None:
-            about_to_block()  # nobody else reads what this thread has its turn at
         try:
-            self.agent.network.connect(owner)
+            self._connect(owner)
             request = ForkRequest(instruction.rref, instruction.fork, user.life)
             self.agent.send(owner, encode(request))
         except GradwireError as error:
@@ -623,6 +634,24 @@ class RefService(Interceptor):
                 worker=owner.info.name,
             )
             self._fail(instruction.fork, lost)
+
+    def _connect(self, owner: Peer) -> None:
+        """Opens the connection to an owner, if there is none.
+
+        There may be thousands of references to the values of one that is dead: so after
+        a failure it is not tried again at once.
+        """
+        if owner.link is None:
+            failed, until, error = self._unreachable
+            if failed is owner and time.monotonic() < until:
+                raise error
+            about_to_block()  # nobody else reads what this thread has its turn at
+        try:
+            self.agent.network.connect(owner)
+        except GradwireError as error:
+            until = time.monotonic() + _NOT_AGAIN_S
+            self._unreachable = owner, until, error.with_traceback(None)
+            raise
 
     def _send(self, rank: int, message: Message) -> None:
         """Sends to a worker; if that is lost, `peer_lost` does the rest."""

@@ -439,12 +439,12 @@ class _Request:
             # The function has not failed: we end, and so did a call that it waited for.
             # Our goodbye tells that to the caller, who may then try elsewhere.
             self._fail_scopes(error)
-            error.__traceback__ = None
+            error.with_traceback(None)
             self._server.finished(self)
             return
         if self._keeper is not None:
             self._keep(None, error)
-            error.__traceback__ = None
+            error.with_traceback(None)
             self.succeed(None)
             return
         self._fail_scopes(error)
@@ -458,7 +458,7 @@ class _Request:
             outgoing = self._encode_failure(note)
         finally:
             # A traceback holds the handler's frame, and that its tensors.
-            error.__traceback__ = None
+            error.with_traceback(None)
         self._send(outgoing)
 
     def _encode_failure(self, error: BaseException) -> Outgoing:
