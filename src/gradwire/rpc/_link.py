@@ -375,12 +375,13 @@ class Link:
     ) -> None:
         frames = self._receive()  # it may be here already
         while True:
+            has_served = bool(frames)
             if frames:
                 most_passed_on -= self._pass_on_requests(frames)
-                self._work_off(frames, turn)
+                self._work_off(frames, turn)  # which empties the list
             if outcome.done or most_passed_on <= 0 or self.connection.end is not None:
                 return
-            if frames:
+            if has_served:
                 with self._lock:
                     if turn.is_over:
                         return

@@ -298,3 +298,34 @@ def test_thread_that_waits_takes_what_it_has_read_one_by_one():
         link.close()
         sender.close()
         pool.close(LIMIT_S)
+
+
+def test_caller_whose_turn_was_ended_while_it_handled_an_answer_reads_no_more():
+    class Slow(Owner):
+        """Takes so long that a look ends the turn."""
+
+        def is_request(self, frame: Frame) -> bool:
+            return False
+
+        def accept(self, link: Link, frame: Frame) -> Any:
+            assert link.end_turn(turn_of(link))
+
+    def turn_of(link: Link) -> Turn:
+        assert link._turn is not None
+        return link._turn
+
+    sender, receiver = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    link = Link(StreamConnection("test", receiver, Limits()), pool, Slow())
+    peer = StreamConnection("test", sender, Limits())
+    peer.send(b"answer to somebody else")
+    never = Outcome()
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        link.read_as_caller(never, deadline, [never], "never")
+
+        assert time.monotonic() < deadline
+    finally:
+        link.close()
+        peer.close()
+        pool.close(LIMIT_S)
