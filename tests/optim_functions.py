@@ -61,6 +61,14 @@ class Layer(nn.Module):
         for parameter in self.parameters():
             parameter.data = parameter.detach() * 1.5
 
+    def turn(self) -> None:
+        """The same memory, read in another order."""
+        self.weight.data = self.weight.detach().t()
+
+    def cut(self) -> None:
+        """Less of the same memory."""
+        self.spare.data = self.spare.detach()[:1]
+
     def computed(self) -> RRef[Tensor]:
         return RRef(self.weight * 2)
 
@@ -229,6 +237,14 @@ class Ascent(torch.optim.SGD):
         return loss
 
 
+class ReturnsNumber(torch.optim.SGD):
+    """Returns a number that it makes of the loss; without a loss, nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        return None if loss is None else float(loss) + 1
+
+
 class Alive(torch.optim.SGD):
     """Can be counted."""
 
@@ -310,9 +326,32 @@ class MeetsForSure(Meets):
     patience_s = probes.LIMIT_S
 
 
+class MeetsInClosure(Meets):
+    """Can be met while its closure is evaluated; see `wait_for_another`."""
+
+    patience_s = 0.3
+
+    def step(self, closure: Any = None) -> Any:
+        global _num_inside
+        with _meeting:
+            _num_inside += 1
+            _most_inside[0] = max(_most_inside[0], _num_inside)
+            _meeting.notify_all()
+        loss = torch.optim.SGD.step(self, closure)
+        with _meeting:
+            _num_inside -= 1
+        return loss
+
+
 _meeting = threading.Condition()
 _num_inside = 0
 _most_inside = [0]
+
+
+def wait_for_another() -> None:
+    """Gives another step the time to come."""
+    with _meeting:
+        _meeting.wait_for(lambda: _most_inside[0] > 1, MeetsInClosure.patience_s)
 
 
 def take_most_inside() -> int:

@@ -264,6 +264,20 @@ def test_step_follows_parameters_that_get_other_memory():
     assert_same(found.values(), expected.values())
 
 
+@pytest.mark.parametrize("change", ["turn", "cut"])
+@on_worker(0)
+def test_step_follows_parameters_that_get_another_form(change):
+    expected, found = Model(HERE), Model()
+
+    for model in (expected, found):
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        model.train(optimizer, range(2), with_spare=True)
+        model.ask(change)
+        model.train(optimizer, range(2, 4), with_spare=True)
+
+    assert_same(found.values(), expected.values())
+
+
 @on_worker(0)
 def test_optimizer_may_give_parameters_other_memory():
     expected, found = Model(HERE), Model()
@@ -284,6 +298,28 @@ def test_graph_that_a_step_makes_invalid_is_noticed():
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@on_worker(0)
+def test_graph_that_a_closure_has_made_is_noticed():
+    model = Model(("w1",))
+    optimizer = model.optimizer(fn.Ascent, lr=0.1)
+    losses: list[Tensor] = []
+
+    with autograd.context() as ctx:
+
+        def closure() -> Tensor:
+            # The first one is no good in the second evaluation any more.
+            if losses:
+                with pytest.raises(RuntimeError, match="modified by an inplace"):
+                    ctx.backward(losses[0])
+            losses.append(model.loss(0, with_spare=True))
+            ctx.backward(losses[-1], retain_graph=True)
+            return losses[-1]
+
+        optimizer.step(ctx, closure)
+
+    assert len(losses) == 2
 
 
 # ------------------------------------------------------------------------- several trainers
@@ -318,6 +354,40 @@ def test_steps_on_other_parameters_do_not_wait():
         thread.join()
 
     assert rpc.rpc_sync("w1", fn.take_most_inside) == 2
+
+
+@on_worker(0)
+def test_steps_with_closures_on_several_threads_do_not_overlap():
+    expected, found = Model(HERE, 1), Model(("w1",))
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1), range(2))
+    optimizer = found.optimizer(fn.MeetsInClosure, lr=0.1)
+    second = threading.Thread(target=step_in_context, args=(found, optimizer, 1))
+
+    def let_another_come() -> None:
+        second.start()
+        rpc.rpc_sync("w1", fn.wait_for_another)
+
+    step_in_context(found, optimizer, 0, let_another_come)
+    second.join(probes.LIMIT_S)
+
+    assert not second.is_alive()
+    assert rpc.rpc_sync("w1", fn.take_most_inside) == 1
+    assert_same(found.values(), expected.values())
+
+
+def step_in_context(
+    model: Model, optimizer: Any, number: int, before: Any = lambda: None
+) -> Any:
+    """A step with a closure, which calls something before it does anything else."""
+    with autograd.context() as ctx:
+
+        def closure() -> Tensor:
+            before()
+            loss = model.loss(number)
+            ctx.backward(loss)
+            return loss
+
+        return optimizer.step(ctx, closure)
 
 
 def test_groups_share_a_lock_if_they_share_a_parameter():
@@ -524,6 +594,22 @@ def test_state_does_not_change_with_later_steps():
 
 
 @on_worker(0)
+def test_asking_for_the_state_leaves_the_owners_alone():
+    expected, found = Model(HERE), Model()
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1), range(2))
+    optimizer = found.optimizer(torch.optim.SGD, lr=0.1)
+    found.train(optimizer, range(1))
+
+    optimizer.param_groups[0]["lr"] = 0.7
+    state = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.1
+    found.train(optimizer, range(1, 2))
+
+    assert state["param_groups"][0]["lr"] == 0.7
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
 def test_state_of_one_process_can_be_loaded_and_given_back():
     local, model = Model(HERE), Model()
     theirs = local.optimizer(torch.optim.Adam, lr=0.01)
@@ -717,6 +803,29 @@ def test_optimizer_of_ones_own_may_evaluate_the_closure_twice(in_context):
     assert losses == expected_losses
     assert len(losses) == 9
     assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_step_returns_what_the_optimizer_makes_of_the_loss():
+    model = Model(("w1",))
+    expected = model.loss(0).item() + 1
+    optimizer = model.optimizer(fn.ReturnsNumber, lr=0.1)
+
+    assert step_in_context(model, optimizer, 0) == expected
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+@on_worker(0)
+def test_step_in_the_closure_of_the_same_optimizer_is_refused(in_context):
+    model = Model(("w1",))
+    optimizer = model.optimizer(fn.Ascent, lr=0.1)
+    with autograd.context() as ctx:
+        inner = partial(optimizer.step, ctx if in_context else None)
+
+        with pytest.raises(UsageError, match="of the same optimizer"):
+            step_in_context(model, optimizer, 0, inner)
+
+    step_in_context(model, optimizer, 0)
 
 
 @on_worker(0)

@@ -85,6 +85,29 @@ def result() -> tuple[int, list[Tensor]]:
     return _training[0].optimizer.committed_steps, fn.parameters_now()
 
 
+def save() -> Any:
+    return _training[0].optimizer.state_dict()
+
+
+def rates() -> tuple[float, list[float]]:
+    """The learning rate that the trainer knows, and those that the owners have."""
+    optimizer = _training[0].optimizer
+    found = [share.rref.rpc_sync().hyperparameters() for share in optimizer._shares]
+    return optimizer.param_groups[0]["lr"], [groups[0]["lr"] for groups in found]
+
+
+def step_without_retry(number: int) -> None:
+    with autograd.context() as ctx:
+        fn.step_of(number, _training[0].optimizer)(ctx)
+
+
+def add_what_is_there() -> None:
+    with pytest.raises(ValueError, match="given twice"):
+        _training[0].optimizer.add_param_group(
+            {"params": [ParametersOf(fn.SECOND, fn.parameters, 1)]}
+        )
+
+
 def recover() -> int:
     return _training[0].optimizer.recover()
 
@@ -256,6 +279,77 @@ def test_sparse_snapshots_take_all_owners_back(make_cluster, tmp_path, place):
     check_result(cluster, losses)
 
 
+@pytest.mark.chaos
+def test_hyperparameters_go_back_with_the_steps(make_cluster):
+    """Snapshots are made anew at once, for the one that is back has kept some."""
+    cluster = make_cluster(4)
+    cluster.run(0, begin, Snapshots(peer=RING, every=3), 2, True)
+    for number in range(5):
+        cluster.run(0, step, number)
+
+    cluster.kill(3)
+    running = cluster.start(0, step, 5)
+    cluster.restart(3)
+    with pytest.raises(RolledBack):
+        running.result()
+
+    known, had = cluster.run(0, rates)
+    assert known == pytest.approx(0.05 * 0.9**2)
+    assert had == [known, known]
+
+
+@pytest.mark.chaos
+def test_hyperparameters_that_were_only_asked_for_are_not_lost(make_cluster, tmp_path):
+    """The state was saved between the scheduler and the next step."""
+    cluster = make_cluster(4)
+    cluster.run(0, begin, Snapshots(tmp_path), 2, True)
+    losses = [cluster.run(0, step, 0)]
+    state = cluster.run(0, save)
+
+    cluster.kill(3)
+    running = cluster.start(0, step, 1)
+    cluster.restart(3)
+    losses += [running.result(), cluster.run(0, step, 2)]
+
+    assert state["param_groups"][0]["lr"] == pytest.approx(0.05 * 0.9)
+    check_result(cluster, losses, scheduled=True)
+
+
+@pytest.mark.chaos
+def test_no_step_is_made_with_parameters_that_were_not_restored(make_cluster, tmp_path):
+    directory = tmp_path / "snapshots"
+    cluster = make_cluster(4)
+    cluster.run(0, begin, Snapshots(directory))
+    losses = [cluster.run(0, step, number) for number in range(2)]
+
+    cluster.kill(3)
+    cluster.restart(3)
+    directory.rename(tmp_path / "away")
+    with pytest.raises(SnapshotError, match="is not there"):
+        cluster.run(0, step, 2)
+    (tmp_path / "away").rename(directory)
+    with pytest.raises(PeerLostError, match="w3"):
+        cluster.run(0, step_without_retry, 2)
+    losses += [cluster.run(0, step, number) for number in range(2, 4)]
+
+    check_result(cluster, losses)
+
+
+@pytest.mark.chaos
+def test_group_that_was_refused_is_not_looked_for_later(make_cluster, tmp_path):
+    cluster = make_cluster(4)
+    cluster.run(0, begin, Snapshots(tmp_path))
+    losses = [cluster.run(0, step, 0)]
+    cluster.run(0, add_what_is_there)
+
+    cluster.kill(3)
+    running = cluster.start(0, step, 1)
+    cluster.restart(3)
+    losses.append(running.result())
+
+    check_result(cluster, losses)
+
+
 def lose_without_snapshots() -> None:
     optimizer = DistributedOptimizer(
         torch.optim.Adam, [ParametersOf(fn.SECOND, fn.parameters, 1)], lr=0.1
@@ -308,6 +402,23 @@ def make_small(snapshots: Snapshots, **options: Any) -> DistributedOptimizer:
     return DistributedOptimizer(
         torch.optim.SGD, [source], lr=0.1, snapshots=snapshots, **options
     )
+
+
+@on_worker(0)
+def test_graph_from_before_a_restored_state_is_noticed(tmp_path):
+    make_small(Snapshots(tmp_path))
+    x = fn.data_of(0)[0].requires_grad_()
+    loss = rpc.rpc_sync("w1", fn.apply_layer, args=(0, x)).sum()
+
+    DistributedOptimizer(
+        torch.optim.SGD,
+        [ParametersOf("w1", fn.layer, 0)],
+        lr=0.1,
+        snapshots=Snapshots(tmp_path, resume=True),
+    )
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @on_worker(0)

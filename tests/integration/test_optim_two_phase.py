@@ -60,6 +60,18 @@ def test_groups_that_come_later_take_part():
     assert_same(found.values(), expected.values())
 
 
+@on_worker(0)
+def test_groups_that_come_later_are_where_the_others_are():
+    model = Model()
+    first, *rest = model.parameters()
+    optimizer = model.optimizer_of([first], torch.optim.SGD, lr=0.1, two_phase=True)
+    model.train(optimizer, range(2))
+
+    optimizer.add_param_group({"params": rest})
+
+    assert optimizer.recover() == 2
+
+
 @pytest.mark.parametrize("owners", [("w0",), ("w0", "w1"), ("w0", "w1", "w2")])
 @on_worker(0)
 def test_trainers_do_not_wait_for_each_other_for_ever(owners):
@@ -103,6 +115,24 @@ def test_step_that_fails_on_one_owner_is_made_by_none():
     found.train(optimizer, range(1, 3))
 
     assert "undone on all of them" in vars(caught.value)["__notes__"][-1]
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_step_that_is_undone_does_not_disturb_graphs_of_others():
+    expected, found = Model(HERE), Model()
+    reference = expected.optimizer(torch.optim.SGD, lr=0.1)
+    expected.train(reference, range(1), with_spare=True)
+    failing = found.optimizer(optim_functions.FailsOn, "w2", two_phase=True)
+    optimizer = found.optimizer(torch.optim.SGD, lr=0.1)
+
+    with autograd.context() as ctx:
+        loss = found.loss(0, with_spare=True)
+        with pytest.raises(FloatingPointError):
+            found.train(failing, range(7, 8), with_spare=True)
+        ctx.backward(loss)
+        optimizer.step(ctx)
+
     assert_same(found.values(), expected.values())
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +180,61 @@ def test_coroutines_are_run_again_too(make_cluster):
 
     assert found == expected
     assert num_runs == 4
+
+
+def give_up(through: str) -> list[str]:
+    """Cancelled while it waits for w1, which stays away; whom it has recovered."""
+    recovered: list[str] = []
+
+    async def step(ctx: autograd.Context) -> None:
+        await rpc.rpc_async(through, _call_bender)
+
+    async def main() -> None:
+        task = asyncio.create_task(
+            autograd.aretry(
+                step,
+                backoff=0,
+                timeout=probes.LIMIT_S,
+                recover=lambda worker: recovered.append(worker.name),
+            )
+        )
+        await asyncio.to_thread(probes.wait_until, _is_waiting, "it waits for w1")
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    start = time.monotonic()
+    asyncio.run(main())
+    assert time.monotonic() - start < probes.LIMIT_S / 2
+    return recovered
+
+
+def _call_bender() -> None:
+    rpc.rpc_sync(fn.BENDER, functions.echo, args=(1,))
+
+
+def _is_waiting() -> bool:
+    for frame in sys._current_frames().values():
+        here: Any = frame
+        while here is not None:
+            code = here.f_code
+            if (os.path.basename(code.co_filename), code.co_name) == (
+                "_retry.py",
+                "_wait",
+            ):
+                return True
+            here = here.f_back
+    return False
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("through", ["w0", "w2"])
+def test_nobody_is_awaited_any_more_if_it_is_cancelled(make_cluster, through):
+    """w1 was lost by this worker, or by another one."""
+    cluster = make_cluster(3)
+    cluster.kill(1)
+
+    assert cluster.run(0, give_up, through) == []
 
 
 # ------------------------------------------------------------------- what is not repeated

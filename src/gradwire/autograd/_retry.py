@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-from gradwire._ids import WorkerInfo
+from gradwire._ids import WorkerInfo, check_worker_name
 from gradwire.autograd._api import Context, context, current_exchange
 from gradwire.autograd._attempts import Attempt, Attempts, Pause, add_note
 from gradwire.autograd._context import active_context
@@ -16,10 +17,11 @@ from gradwire.errors import (
     CallTimeout,
     ConnectError,
     ConnectTimeout,
+    DeadlineExceeded,
     GradwireError,
     PeerLostError,
 )
-from gradwire.rpc import is_initialized, rpc_sync, wait_for_worker
+from gradwire.rpc import is_initialized, rpc_async, rpc_sync
 from gradwire.rpc.extension import current_agent, for_agents
 
 __all__ = ["aretry", "retry"]
@@ -31,6 +33,7 @@ LOST = (PeerLostError, ConnectError, ConnectTimeout)
 """Errors that mean that a worker is not there."""
 
 _POLL_S = 0.01
+_SLICE_S = 0.1
 
 
 def retry(
@@ -109,7 +112,8 @@ async def aretry(
 ) -> T:
     """Like `retry`, for a step that is a coroutine function; waits without blocking.
 
-    ``recover`` is called on another thread.
+    ``recover`` is called on another thread. If this is cancelled, nobody is awaited any
+    more, and ``recover`` is not called; if it runs already, it is not broken off.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -120,11 +124,16 @@ async def aretry(
         >>> asyncio.run(aretry(step))
         tensor([3., 3.])
     """
-    trials = _Trials(attempts, backoff, timeout, or_role, errors, recover)
+    given_up = threading.Event()
+    trials = _Trials(attempts, backoff, timeout, or_role, errors, recover, given_up)
     while True:
         attempt = Attempt(_current_attempt())
         try:
-            await asyncio.to_thread(trials.get_ready)
+            try:
+                await asyncio.to_thread(trials.get_ready)
+            except asyncio.CancelledError:
+                given_up.set()  # the thread goes on otherwise
+                raise
             with _opened(attempt) as ctx:
                 return await step(ctx)
         except Exception as error:
@@ -146,7 +155,17 @@ def _opened(attempt: Attempt) -> Iterator[Context]:
 
 
 class _Trials:
-    """What happens between the attempts of one step."""
+    """What happens between the attempts of one step.
+
+    Args:
+        attempts: As for `retry`, like all that follow but the last.
+        backoff: Likewise.
+        timeout: Likewise.
+        or_role: Likewise.
+        errors: Likewise.
+        recover: Likewise.
+        given_up: Set by another thread when there will be no further attempt.
+    """
 
     def __init__(
         self,
@@ -156,6 +175,7 @@ class _Trials:
         or_role: bool,
         errors: Sequence[type[Exception]],
         recover: Recover | None,
+        given_up: threading.Event | None = None,
     ) -> None:
         if not isinstance(attempts, int) or attempts < 1:
             raise ValueError(
@@ -172,6 +192,7 @@ class _Trials:
         self._timeout_s = timeout
         self._or_role = or_role
         self._recover = recover
+        self._given_up = given_up
         self._pause: Pause | None = None
         self._last: Exception | None = None
 
@@ -193,7 +214,11 @@ class _Trials:
         token = active_context.set(None)
         try:
             worker = self._wait(self._pause)
-            time.sleep(max(0.0, next_start - time.monotonic()))
+            rest_s = max(0.0, next_start - time.monotonic())
+            if self._given_up is None:
+                time.sleep(rest_s)
+            elif self._given_up.wait(rest_s):
+                return
             if self._recover is not None and worker is not None:
                 self._recover(worker)
         finally:
@@ -206,8 +231,8 @@ class _Trials:
         try:
             if pause.witness not in (None, current_agent().info.name):
                 # It may have needed a worker that we have not even met.
-                rpc_sync(pause.witness, find_again, arguments, timeout=0)
-            return find_again(*arguments)
+                _ask(pause.witness, find_again, arguments, 0, self._given_up)
+            return _find_again(*arguments, self._given_up)
         except ConnectTimeout as error:
             add_note(self._last, f"{_text_of(error)}\n{self._attempts.report()}")
         raise self._last
@@ -220,24 +245,56 @@ def find_again(name: str, timeout: float, or_role: bool) -> WorkerInfo:
     Raises:
         ConnectTimeout: It was not there within the limit.
     """
+    check_worker_name(name)
+    return _find_again(name, timeout, or_role, None)
+
+
+def _find_again(
+    name: str, timeout: float, or_role: bool, given_up: threading.Event | None
+) -> WorkerInfo:
+    """As `find_again`; ends early, as if at the limit, when it is given up."""
+    membership = current_agent().membership
     deadline = time.monotonic() + timeout
     while True:
         left = max(0.0, deadline - time.monotonic())
-        worker = wait_for_worker(name, left, or_role=or_role)
+        worker = membership.wait_for(name, left, or_role=or_role, given_up=given_up)
         # We may not have noticed yet that it is gone; or it is back, but others do not
         # know it yet. It is there for all when its init_rpc has returned.
         try:
-            if rpc_sync(worker, is_initialized, timeout=max(left, _POLL_S)):
+            if _ask(worker, is_initialized, (), max(left, _POLL_S), given_up):
                 return worker
         except (*LOST, CallTimeout):
             pass
-        if not left:
+        if not left or (given_up is not None and given_up.is_set()):
             raise ConnectTimeout(
                 f"worker {current_agent().info.name!r} has waited {timeout} s for worker "
                 f"{name!r}, in vain",
                 worker=name,
             )
         time.sleep(_POLL_S)
+
+
+def _ask(
+    worker: WorkerInfo | str,
+    function: Callable[..., T],
+    args: tuple[Any, ...],
+    timeout: float,
+    given_up: threading.Event | None,
+) -> T:
+    """Calls a function of a worker; the answer is not awaited any more if given up.
+
+    Raises:
+        CallTimeout: It was given up; or the limit came first.
+    """
+    if given_up is None:
+        return rpc_sync(worker, function, args, timeout=timeout)
+    call = rpc_async(worker, function, args, timeout=timeout)
+    while not call.done():
+        if given_up.is_set():
+            raise CallTimeout(f"the answer of {worker} is not awaited any more")
+        with suppress(DeadlineExceeded):
+            call.wait(_SLICE_S)
+    return call.wait()
 
 
 def _text_of(error: GradwireError) -> str:

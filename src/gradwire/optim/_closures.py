@@ -72,17 +72,18 @@ class Evaluations:
             self._requests.put(answer)
         return answer
 
-    def serve(self, start: Callable[[], Future[int | None]]) -> Any:
+    def serve(self, start: Callable[[], Future[tuple[int | None, Any]]]) -> Any:
         """Evaluates the closure until a step is done.
 
         Args:
-            start: Starts the owner's step, whose result is the number of an evaluation.
+            start: Starts the owner's step, whose result is the number of an evaluation;
+                or None, and what the optimizer returned instead.
 
         Returns:
-            The loss of that evaluation, as the closure returned it.
+            The loss of that evaluation, as the closure returned it; or that.
         """
 
-        def end(_: Future[int | None]) -> None:
+        def end(_: Future[Any]) -> None:
             self._requests.put(None)
 
         with outside_context():
@@ -93,7 +94,7 @@ class Evaluations:
                 self._evaluate(answer)
         finally:
             self._give_up()
-        number, failure = outcome_of(step)
+        outcome, failure = outcome_of(step)
         del step
         if failure is not None:
             # If the closure failed, the step did because of that: where it began says
@@ -103,7 +104,8 @@ class Evaluations:
                 raise failure
             finally:
                 del failure
-        return None if number is None else self._losses[number]
+        number, returned = outcome
+        return returned if number is None else self._losses[number]
 
     def _evaluate(self, answer: Future[Any]) -> None:
         try:

@@ -1,8 +1,8 @@
 """One owner's share of a distributed optimizer.
 
 The torch optimizer here does not work on the parameters but on stand-ins: tensors that
-share the memory and the version counter of a parameter, but have a ``.grad`` of their
-own. A step gives them the gradients of its context and takes them back afterwards.
+share the memory of a parameter, but have a ``.grad`` and a version counter of their own.
+A step gives them the gradients of its context and takes them back afterwards.
 
 1. So ``.grad`` of the parameters is neither changed nor read by steps of a context.
    Setting it aside during the step would not do: a backward of another trainer may add
@@ -10,6 +10,8 @@ own. A step gives them the gradients of its context and takes them back afterwar
 2. A parameter without a gradient has a stand-in without one, which every optimizer of
    torch leaves alone.
 3. Any optimizer class works; there is no need for functional versions of them.
+4. A step that nobody gets to see changes nothing of a parameter, not even its version; for
+   other steps see `gradwire.optim._versions`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from gradwire.optim._closures import Evaluations
 from gradwire.optim._gradients import drop_gradients, find_gradients
@@ -34,6 +37,7 @@ from gradwire.optim._protocol import Mark, OwnerRecord
 from gradwire.optim._references import values_of
 from gradwire.optim._torch_private import run_step
 from gradwire.optim._trial import Trial
+from gradwire.optim._versions import Versions
 from gradwire.rpc import RRef, get_worker_info
 from gradwire.rpc.extension import for_agents, methods_for_agents
 
@@ -63,6 +67,7 @@ def make_local_optimizer(
     optimizer_class: type[torch.optim.Optimizer] | str,
     groups: list[tuple[list[RRef[Tensor]], dict[str, Any] | None]],
     others: list[RRef[LocalOptimizer]],
+    mark: tuple[int, int],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[RRef[LocalOptimizer], dict[str, Any], list[dict[str, Any]]]:
@@ -72,6 +77,7 @@ def make_local_optimizer(
         optimizer_class: Class of the optimizer; its name where nothing is unpickled.
         groups: Its parameters; each a `Group`.
         others: What else there is of the same distributed optimizer on this worker.
+        mark: The state that all owners are in; a `Mark`.
         args: Arguments of the class.
         kwargs: Likewise.
     """
@@ -82,7 +88,7 @@ def make_local_optimizer(
     if isinstance(cls, str):
         cls = find_optimizer(cls)
     members = [Group(*group) for group in groups]
-    local = LocalOptimizer(cls, members, taken, args, kwargs)
+    local = LocalOptimizer(cls, members, taken, Mark(*mark), args, kwargs)
     return RRef(local), local.defaults, local.hyperparameters()
 
 
@@ -125,6 +131,7 @@ class LocalOptimizer:
         optimizer_class: type[torch.optim.Optimizer],
         groups: list[Group],
         taken: Sequence[Tensor],
+        mark: Mark,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
@@ -133,6 +140,7 @@ class LocalOptimizer:
         _refuse_twins([*taken, *self.parameters])
         stand_ins = [[_stand_in(parameter) for parameter in group] for group in values]
         self._stand_ins = [stand_in for group in stand_ins for stand_in in group]
+        self._versions = Versions(self.parameters, self._stand_ins)
         given: list[Any] = [
             {**(group.options or {}), "params": members}
             for group, members in zip(groups, stand_ins, strict=True)
@@ -146,7 +154,7 @@ class LocalOptimizer:
         # Guards what is below; handlers, which may come in another order than they were
         # asked for if the trainer was interrupted.
         self._transaction_lock = threading.Lock()
-        self._record = OwnerRecord()
+        self._record = OwnerRecord(mark)
         self._pending: _Pending | None = None
         self._keeper: Keeper | None = None
 
@@ -167,7 +175,7 @@ class LocalOptimizer:
         context_id: int | None,
         changes: Changes | None = None,
         evaluations: RRef[Evaluations] | None = None,
-    ) -> int | None:
+    ) -> tuple[int | None, Any] | None:
         """One step.
 
         Args:
@@ -176,20 +184,22 @@ class LocalOptimizer:
             evaluations: The closure.
 
         Returns:
-            The number of the evaluation whose loss the optimizer returned.
+            With a closure: the number of the evaluation whose loss the optimizer
+            returned; None and what it returned if that is something else.
         """
-        with self._exclusively():
+        with hold(self._locks):
             if changes:
                 self._apply(changes)
             self._share_memory()
             try:
-                self._take_gradients(context_id)
+                self._versions.begin(self._take_gradients(context_id))
                 if evaluations is None:
                     run_step(self._optimizer)
                     return None
                 return self._step_with(evaluations, context_id)
             finally:
                 self._clear()
+                self._versions.end()
 
     # ------------------------------------------------------------------- in two phases
 
@@ -322,6 +332,7 @@ class LocalOptimizer:
         with hold(self._locks):
             self._share_memory()
             self._snapshots().restore(mark)
+            increment_version(self.parameters)
             self._set_record(mark)
             return self.hyperparameters()
 
@@ -345,38 +356,42 @@ class LocalOptimizer:
 
     def _step_with(
         self, evaluations: RRef[Evaluations], context_id: int | None
-    ) -> int | None:
+    ) -> tuple[int | None, Any]:
         losses: list[Any] = []
 
         def closure() -> Any:
+            self._versions.end()
             self._is_evaluating = True
             try:
                 losses.append(evaluations.rpc_sync(timeout=0).request())
             finally:
                 self._is_evaluating = False
-            self._take_gradients(context_id)
+            self._versions.begin(self._take_gradients(context_id))
             return losses[-1]
 
         returned = run_step(self._optimizer, closure)
-        numbers = (i for i, loss in enumerate(losses) if loss is returned)
-        return next(numbers, None)
+        for number, loss in enumerate(losses):
+            if loss is returned:
+                return number, None
+        return None, returned.detach() if isinstance(returned, Tensor) else returned
 
-    def _take_gradients(self, context_id: int | None) -> None:
+    def _take_gradients(self, context_id: int | None) -> list[Tensor | None]:
         gradients = find_gradients(context_id, self.parameters)
         for stand_in, gradient in zip(self._stand_ins, gradients, strict=True):
             stand_in.grad = gradient
+        return gradients
 
     def _share_memory(self) -> None:
         """Follows parameters that were given other memory, as ``module.to()`` does."""
         for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
-            if stand_in.data_ptr() != parameter.data_ptr():
+            if not _is_one(stand_in, parameter):
                 stand_in.data = parameter.detach()
 
     def _clear(self) -> None:
         """Ends a step; it may itself have given parameters other memory."""
         for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
             stand_in.grad = None
-            if stand_in.data_ptr() != parameter.data_ptr():
+            if not _is_one(stand_in, parameter):
                 parameter.data = stand_in.detach()
 
     def zero_grad(self, set_to_none: bool, context_id: int | None) -> None:
@@ -393,10 +408,9 @@ class LocalOptimizer:
                         gradient.detach_()
                     gradient.requires_grad_(False).zero_()
 
-    def state_dict(self, changes: Changes) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's state dictionary."""
         with self._exclusively():
-            self._apply(changes)
             return copy.deepcopy(self._optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -410,8 +424,21 @@ class LocalOptimizer:
             self._optimizer.param_groups[number].update(values)
 
     def _exclusively(self) -> AbstractContextManager[None]:
-        # While the closure of our own step is evaluated, that step holds the locks.
+        # While the closure of our own step is evaluated, that step holds the locks, and
+        # the closure may call this. Not for steps: they would come in between.
         return contextlib.nullcontext() if self._is_evaluating else hold(self._locks)
+
+
+def _is_one(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same part of the same memory."""
+    try:
+        return one.is_set_to(other)  # all of the below at once
+    except RuntimeError:  # not for all devices
+        return (
+            one.data_ptr() == other.data_ptr()
+            and one.shape == other.shape
+            and one.stride() == other.stride()
+        )
 
 
 def _stand_in(parameter: Tensor) -> Tensor:
@@ -421,7 +448,7 @@ def _stand_in(parameter: Tensor) -> Tensor:
             f"{tuple(parameter.shape)} on worker {get_worker_info().name!r} was computed "
             "from others; pass a reference to the leaf itself"
         )
-    shared = parameter.detach()
+    shared = parameter.data  # unlike detach(): with a version counter of its own
     stand_in: Tensor
     if isinstance(parameter, torch.nn.Parameter):
         stand_in = torch.nn.Parameter(shared, requires_grad=parameter.requires_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -105,6 +106,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._spans: list[Span] = []
         self._shares: list[Share] = []
         self._sent: dict[int, dict[str, Any]] = {}  # hyperparameters that owners have
+        # In a step that evaluates a closure at the request of the owner.
+        self._serving_threads: set[int] = set()
         if isinstance(params_rref, (RRef, Tensor)):
             raise TypeError(
                 "params_rref must be a list of RRefs or of groups, found "
@@ -136,14 +139,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._snapshots is not None:
             check_spans(rrefs, spans)
         group = {**param_group, "params": rrefs}
-        self._spans += spans
         if self._shares:
             num_before = len(self._shares)
             self._add_groups([group], is_plain=False)
+            self._spans += spans
             if self._snapshots is not None:
                 self._attach(self._snapshots, range(num_before, len(self._shares)))
                 self._keep_now()
         else:
+            self._spans += spans
             self.param_groups.append(group)  # the constructor does the rest
 
     def _add_groups(self, groups: list[dict[str, Any]], *, is_plain: bool) -> None:
@@ -180,7 +184,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         others = [share.rref for share in shares if share.owner == owner]
         made_of = [tuple(group) for group in groups]
         optimizer_class = name_optimizer(self._optimizer_class)
-        arguments = (optimizer_class, made_of, others, *self._arguments)
+        mark = tuple(self._transactions.ledger.committed)
+        arguments = (optimizer_class, made_of, others, mark, *self._arguments)
         return rpc_async(owner, make_local_optimizer, arguments, None, 0)
 
     # --------------------------------------------------------------------------- steps
@@ -204,18 +209,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: Computes the loss and its gradients, and returns the loss.
 
         Returns:
-            What the closure returned; None without one.
+            What the closure returned, or what the class returns instead of that; None
+            without a closure.
 
         Raises:
             UnknownContext: There is no such context, or it is over.
             UsageError: The class must evaluate the closure again and again, but the
-                parameters live in several places, or steps are made in two phases.
+                parameters live in several places, or steps are made in two phases. Or
+                this is called by the closure of a step that has not ended.
             NotRepeatable: In two phases: all owners had prepared the step when one of
                 them was lost, and the others have made it.
             OwnersFailed: More than one owner failed; the error of the only one otherwise.
         """
         if callable(context_id):
             raise TypeError("pass a closure by name: step(context_id, closure=...)")
+        if self._serving_threads and threading.get_ident() in self._serving_threads:
+            raise UsageError(
+                "the closure of a step has called step() of the same optimizer, which "
+                "would wait for the end of the step that waits for the closure"
+            )
         if context_id is None:
             check_repeatable("optimizer.step() without a context")
         source = find_source(context_id)
@@ -272,9 +284,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         changes = self._changes()
         evaluations = Evaluations(closure)
         proxy = share.rref.rpc_async(timeout=0)
-        loss = evaluations.serve(
-            lambda: proxy.step(source, share.select(changes), RRef(evaluations))
-        )
+        thread = threading.get_ident()
+        self._serving_threads.add(thread)
+        try:
+            loss = evaluations.serve(
+                lambda: proxy.step(source, share.select(changes), RRef(evaluations))
+            )
+        finally:
+            self._serving_threads.discard(thread)
         self._note_sent(changes)
         return loss
 
@@ -299,10 +316,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Parameters are numbered in the order in which they were given. What belongs to
         no parameter is that of the first owner.
         """
-        changes = self._changes()
-        parts = self._ask(lambda share, proxy: proxy.state_dict(share.select(changes)))
-        self._note_sent(changes)
-        return gather(self._shares, parts, self._sizes())
+        parts = self._ask(lambda _, proxy: proxy.state_dict())
+        state = gather(self._shares, parts, self._sizes())
+        # These go to the owners with the next step, so that they come into its snapshot.
+        for number, values in self._changes().items():
+            state["param_groups"][number].update(values)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sends the parts of a state dictionary to the owners.
@@ -382,16 +401,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "DistributedOptimizer(snapshots=...)",
                 worker=min(lost, default=None),
             )
+        # A step must not find new ones before they are restored.
+        shares = list(self._shares)
         for owner in sorted(lost):
             wait_for_worker(owner, timeout)
-            self._make_again(owner)
-        restored = [self._shares[n] for n in plan.restored]
+            self._make_again(owner, shares)
+        restored = [shares[n] for n in plan.restored]
         answers = ask_all(calls_to(restored, lambda _, local: local.restore(plan.mark)))
+        self._shares = shares
         ledger.recovered(plan)
+        if plan.num_undone:
+            # First: else new snapshots would get those from before.
+            self._take_hyperparameters(answers)
         if self._snapshots is not None:
             self._make_safe(self._snapshots, looks, timeout)
         if plan.num_undone:
-            self._take_hyperparameters(answers)
             raise RolledBack(
                 f"{plan.num_undone} steps were undone on all owners, because "
                 f"{', '.join(map(repr, sorted(lost))) or 'an owner'} was lost and "
@@ -401,14 +425,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         return self.committed_steps
 
-    def _make_again(self, owner: str) -> None:
-        """Makes the optimizers of an owner that is back, in its new process."""
+    def _make_again(self, owner: str, shares: list[Share]) -> None:
+        """Makes the optimizers of an owner that is back, in its new process.
+
+        Args:
+            owner: Its name.
+            shares: Those of all owners; its are replaced.
+        """
         for span in self._spans:
             if span.source.worker == owner:
                 span.put(self.param_groups[span.group]["params"], span.source.refer())
         rrefs = [rref for group in self.param_groups for rref in group["params"]]
         made: list[Share] = []
-        for number, share in enumerate(self._shares):
+        for number, share in enumerate(shares):
             if share.owner != owner:
                 continue
             groups = [
@@ -423,7 +452,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             share = share._replace(rref=rref)  # noqa: PLW2901
             ask_all(calls_to([share], lambda share, local: local.attach(share.place)))
             made.append(share)
-            self._shares[number] = share
+            shares[number] = share
 
     def _options_of(self, group: int) -> dict[str, Any]:
         return {k: v for k, v in self.param_groups[group].items() if k != "params"}

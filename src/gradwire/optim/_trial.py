@@ -19,6 +19,8 @@ from gradwire.optim._torch_private import run_step
 
 __all__ = ["Trial"]
 
+_ALIGNMENT = 16  # of the largest elements
+
 
 class Trial:
     """A step that can be shown or undone.
@@ -47,8 +49,8 @@ class Trial:
             {key: copy.deepcopy(value, memo) for key, value in group.items()}
             for group in optimizer.param_groups
         ]
-        for parameter, stand_in in self._pairs:
-            stand_in.data = parameter.detach().clone()
+        for stand_in, copied in zip(stand_ins, _copy_all(parameters), strict=True):
+            stand_in.data = copied
         self._before = [_place_of(stand_in) for stand_in in stand_ins]
         self._is_moved = [False] * len(self._pairs)
 
@@ -85,6 +87,50 @@ class Trial:
             group.update(options)
         for parameter, stand_in in self._pairs:
             stand_in.data = parameter.detach()
+
+
+def _copy_all(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Copies that have memory in common where the parameters have."""
+    values = [parameter.detach() for parameter in parameters]
+    copies = [value.clone() for value in values]
+    for numbers in _find_overlaps(values):
+        spans = [_span_of(values[n]) for n in numbers]
+        start = min(start for start, _ in spans)
+        start -= start % _ALIGNMENT
+        size = max(end for _, end in spans) - start
+        device = values[numbers[0]].device
+        memory = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        for n, (at, _) in zip(numbers, spans, strict=True):
+            value = values[n]
+            part = torch.empty(0, dtype=value.dtype, device=device)
+            offset = (at - start) // value.element_size()
+            part.set_(memory, offset, value.shape, value.stride())
+            copies[n] = part.copy_(value)
+    return copies
+
+
+def _find_overlaps(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Numbers of tensors that are, several of them, in one stretch of memory."""
+    spans = sorted((*_span_of(tensor), n) for n, tensor in enumerate(tensors))
+    found: list[list[int]] = []
+    reached = 0
+    for start, end, n in spans:
+        if start >= reached:
+            found.append([])
+        found[-1].append(n)
+        reached = max(reached, end)
+    return [numbers for numbers in found if len(numbers) > 1]
+
+
+def _span_of(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of its first byte, and of the one behind its last."""
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum(
+        (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def _place_of(tensor: Tensor) -> tuple[int, Any]:

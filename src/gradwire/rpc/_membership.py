@@ -125,7 +125,14 @@ class Membership:
 
     # --------------------------------------------------------------------------- waiting
 
-    def wait_for(self, name: str, timeout_s: float, *, or_role: bool) -> WorkerInfo:
+    def wait_for(
+        self,
+        name: str,
+        timeout_s: float,
+        *,
+        or_role: bool,
+        given_up: threading.Event | None = None,
+    ) -> WorkerInfo:
         """Waits until a worker can be called.
 
         One that is lost may only have been cut off: it is sought as well.
@@ -134,9 +141,10 @@ class Membership:
             name: Its name.
             timeout_s: Limit.
             or_role: Another worker of the same role serves as well.
+            given_up: Set by another thread to end the wait early.
 
         Raises:
-            ConnectTimeout: Nobody came in time.
+            ConnectTimeout: Nobody came in time, or before it was given up.
         """
         deadline = time.monotonic() + timeout_s
         problem = "it is not there"
@@ -151,12 +159,20 @@ class Membership:
                     problem = str(peer.error())
                     self._network.seek_again(peer)
                     continue
+                limit = deadline
+                if given_up is not None:  # to look at it again; the dialling goes on
+                    limit = min(limit, time.monotonic() + _LOOK_AGAIN_S)
                 try:
-                    self._network.connect(peer, deadline)
+                    self._network.connect(peer, limit)
                 except GradwireError as error:
                     problem = str(error)
                 else:
                     return peer.info
+            if given_up is not None and given_up.is_set():
+                raise ConnectTimeout(
+                    f"worker {name!r} is not waited for any more: {problem}",
+                    worker=name,
+                )
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
                     f"worker {name!r}{' or another of its role' if or_role else ''} was "

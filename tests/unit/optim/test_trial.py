@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,6 +97,33 @@ def test_nothing_is_seen_before_it_is_shown(kind):
     assert not torch.equal(bench.parameters[0], bench.expected[0])
 
 
+PARTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "the same": lambda memory: [memory, memory],
+    "overlapping": lambda memory: [memory[:4], memory[2:5], memory[5:]],
+    "interleaved": lambda memory: [memory[::2], memory[1::2]],
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_parameters_may_share_memory(parts):
+    expected, found = (
+        [nn.Parameter(part) for part in PARTS[parts](torch.arange(8.0))]
+        for _ in range(2)
+    )
+    stand_ins = [_stand_in(parameter) for parameter in found]
+    optimizer = torch.optim.SGD(stand_ins, lr=0.1)
+    for n, members in enumerate(zip(expected, stand_ins, strict=True)):
+        for member in members:
+            member.grad = torch.full_like(member, n + 1.0)
+
+    torch.optim.SGD(expected, lr=0.1).step()
+    trial = Trial(optimizer, found, stand_ins)
+    trial.step()
+    trial.show()
+
+    assert_same(list(found), list(expected))
+
+
 def test_hyperparameters_are_undone_too():
     bench = Bench("SGD")
     trial = Trial(bench.optimizer, bench.parameters, bench.stand_ins)
@@ -106,6 +134,15 @@ def test_hyperparameters_are_undone_too():
     assert bench.optimizer.param_groups[0]["lr"] == 0.1
     assert "extra" not in bench.optimizer.param_groups[0]
     bench.check_same()
+
+
+def test_undone_step_does_not_look_like_a_change():
+    bench = Bench("SGD")
+    versions = [parameter._version for parameter in bench.parameters]
+
+    bench.trial(0).undo()
+
+    assert [parameter._version for parameter in bench.parameters] == versions
 
 
 def test_parameter_without_gradient_does_not_look_changed():
