@@ -299,8 +299,8 @@ class Link:
             calls: The calls that are in flight on this link.
             what: What kind of thing the caller waits for: how long it took so far tells
                 whether to spin.
-            unless_under_way: What is waited for may have been read already, and be on
-                its way through the pool: then do not read.
+            unless_under_way: What is waited for may be here already. If it has been
+                read, and is on its way through the pool, do not read.
         """
         turn = Turn(self, is_callers=True)
         with self._lock:
@@ -313,7 +313,9 @@ class Link:
         set_turn(turn)
         try:
             gauge = self._gauge_of(what)
-            self._read_until(turn, outcome, deadline, gauge, _MOST_PASSED_ON)
+            self._read_until(
+                turn, outcome, deadline, gauge, unless_under_way, _MOST_PASSED_ON
+            )
         finally:
             set_turn(before)
             # A caller that calls again and again waits for its next answer in a moment:
@@ -350,7 +352,8 @@ class Link:
                     return
                 turn.serving_since = 0.0
             try:
-                self._read_until(turn, outcome, deadline, self._gauge_of(what))
+                gauge = self._gauge_of(what)
+                self._read_until(turn, outcome, deadline, gauge, unless_under_way)
             finally:
                 turn.serving_since = time.monotonic()
         finally:
@@ -371,10 +374,16 @@ class Link:
         outcome: Outcome,
         deadline: float,
         gauge: SpinGauge,
+        may_be_here: bool,
         most_passed_on: float = math.inf,
     ) -> None:
-        frames = self._receive()  # it may be here already
+        if outcome.done:  # whoever has read before us has seen to it
+            return
+        # The answer to a call cannot be here yet, and to look for it would cost a read.
+        if not may_be_here:
+            interruptible(self._wait, deadline, gauge)
         while True:
+            frames = self._receive()
             has_served = bool(frames)
             if frames:
                 most_passed_on -= self._pass_on_requests(frames)
@@ -389,7 +398,6 @@ class Link:
             if deadline and time.monotonic() >= deadline:
                 return
             interruptible(self._wait, deadline, gauge)
-            frames = self._receive()
 
     def _handle_rest(self, turn: Turn) -> None:
         """Handles what the turn has read, before its thread waits; requests go to the pool.
