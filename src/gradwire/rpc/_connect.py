@@ -36,6 +36,9 @@ __all__ = ["Acceptor", "Dialer", "limits_of"]
 
 _READ_BYTES = 16 << 10
 _MAX_STRANGERS = 256
+_MOST_AT_ONCE = 16  # who knocks after them comes when others had their turn
+_PATIENCE_S = 1.0  # how long the others wait at the door when there are too many
+_MOST_LINES = 10  # of the log at a time; and then one per second
 
 
 def limits_of(options: RpcBackendOptions, *, is_same_user: bool = False) -> Limits:
@@ -225,9 +228,11 @@ class Acceptor:
         self._on_connection = on_connection
         self._on_abandoned = on_abandoned
         self._listeners: list[Listener] = []
+        self._refusals = _RefusalLog()
         # Guards all below: pool threads and the monitor.
         self._lock = threading.Lock()
         self._strangers: dict[int, _Stranger] = {}
+        self._full_since: float | None = None
         self._paused: list[Listener] = []
         self._closed = False
 
@@ -239,8 +244,10 @@ class Acceptor:
         self._pool.poller.arm(fileno, True, False)
 
     def _on_knock(self, listener: Listener) -> None:
+        if self._waits_for_room(listener):
+            return
         try:
-            self._accept_all(listener)
+            self._accept_some(listener)
         except OSError as error:
             # No descriptors or memory left: a pause, or this would spin.
             _log.warning("cannot accept connections at the moment: %s", error)
@@ -254,28 +261,47 @@ class Acceptor:
             if not self._closed:
                 self._pool.poller.arm(listener.fileno(), True, False)
 
-    def _accept_all(self, listener: Listener) -> None:
-        while (channel := listener.accept()) is not None:
+    def _waits_for_room(self, listener: Listener) -> bool:
+        """Whether there are too many for now; then `_forget` goes on, or `keep_house`.
+
+        When a large group starts, most of them have gone in a moment.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if len(self._strangers) < _MAX_STRANGERS:
+                return False
+            if self._full_since is None:
+                self._full_since = now
+            if now - self._full_since >= _PATIENCE_S:
+                return False  # these stay: who knocks now is told so
+            self._paused.append(listener)
+            return True
+
+    def _accept_some(self, listener: Listener) -> None:
+        """Lets in who has knocked, but not without end: this thread may be the leader."""
+        for _ in range(_MOST_AT_ONCE):
             with self._lock:
-                full = len(self._strangers) >= _MAX_STRANGERS
-            if full:
-                _log.warning(
-                    "refused a connection from %s: %d handshakes are under way",
-                    channel.peer_description,
-                    _MAX_STRANGERS,
-                )
-                channel.close()
+                is_full = len(self._strangers) >= _MAX_STRANGERS
+                if is_full and self._full_since is None:
+                    return
+            channel = listener.accept()
+            if channel is None:
+                return
+            if is_full:
+                self._refuse(channel, f"{_MAX_STRANGERS} handshakes are under way")
                 continue
             is_vouched_for = channel.peer_is_same_user or channel.demands_certificate
             if self._secret is None and not is_vouched_for:
-                _log.warning(
-                    "refused a connection from %s: it is not of the same user, and there "
-                    "is no cluster secret",
-                    channel.peer_description,
+                self._refuse(
+                    channel,
+                    "it is not of the same user, and there is no cluster secret",
                 )
-                channel.close()
                 continue
             self._welcome(channel)
+
+    def _refuse(self, channel: Channel, why: object) -> None:
+        self._refusals.note(channel.peer_description, why)
+        channel.close()
 
     def _welcome(self, channel: Channel) -> None:
         handshake = AcceptorHandshake(
@@ -298,39 +324,57 @@ class Acceptor:
             channel.close()
 
     def _on_data(self, fileno: int, stranger: _Stranger) -> None:
-        channel, handshake = stranger.channel, stranger.handshake
+        handshake = stranger.handshake
         try:
-            while not handshake.done:
-                data = channel.read(_READ_BYTES)
-                if data is None:
-                    self._wait_for_more(fileno, stranger)
-                    return
-                if not data:
-                    raise ConnectError("it closed the connection during the handshake")
-                answer = _feed(channel, handshake, data)
-                if answer:
-                    channel.write(answer)
-        except GradwireError as error:
+            if not self._go_on(fileno, stranger):
+                return
+        except BaseException as error:
             if handshake.peer is not None:
                 self._on_abandoned(handshake.peer)
             if self._forget(fileno, stranger):
-                glare = isinstance(error, HandshakeRefused) and (
-                    error.code == _handshake.GLARE
-                )
-                tell = _log.debug if glare else _log.warning
-                tell(
-                    "refused a connection from %s: %s", channel.peer_description, error
-                )
-                channel.close()
+                self._show_out(stranger.channel, error)
+            if not isinstance(error, GradwireError):
+                raise
             return
         if handshake.peer is None:
             raise AssertionError("a finished handshake knows the peer")
-        if not self._forget(fileno, stranger):
+        if self._forget(fileno, stranger):
+            self._let_in(stranger.channel, handshake.leftover, handshake.peer)
+        else:
             self._on_abandoned(handshake.peer)  # closed meanwhile
-            return
-        limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
-        connection = channel.upgrade(limits, handshake.leftover)
-        self._on_connection(connection, handshake.peer)
+
+    def _go_on(self, fileno: int, stranger: _Stranger) -> bool:
+        """Reads what is there; returns whether the handshake is done."""
+        channel, handshake = stranger.channel, stranger.handshake
+        while not handshake.done:
+            data = channel.read(_READ_BYTES)
+            if data is None:
+                self._wait_for_more(fileno, stranger)
+                return False
+            if not data:
+                raise ConnectError("it closed the connection during the handshake")
+            answer = _feed(channel, handshake, data)
+            if answer:
+                channel.write(answer)
+        return True
+
+    def _show_out(self, channel: Channel, error: BaseException) -> None:
+        if isinstance(error, HandshakeRefused) and error.code == _handshake.GLARE:
+            who = channel.peer_description
+            _log.debug("refused a connection from %s: %s", who, error)
+            channel.close()
+        else:
+            self._refuse(channel, error)
+
+    def _let_in(self, channel: Channel, leftover: bytes, peer: PeerIdentity) -> None:
+        try:
+            limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
+            connection = channel.upgrade(limits, leftover)
+        except BaseException:
+            channel.close()
+            self._on_abandoned(peer)
+            raise
+        self._on_connection(connection, peer)
 
     def _wait_for_more(self, fileno: int, stranger: _Stranger) -> None:
         with self._lock:
@@ -344,22 +388,25 @@ class Acceptor:
                 return False
             del self._strangers[fileno]
             self._pool.unwatch(fileno)
-            return True
+            paused: list[Listener] = []
+            if self._full_since is not None:
+                self._full_since = None
+                paused, self._paused = self._paused, paused
+        for listener in paused:
+            self._arm(listener)
+        return True
 
     def keep_house(self, now: float) -> None:
         """Closes handshakes that take too long, tries paused listeners again."""
+        self._refusals.keep_house()
         with self._lock:
             paused, self._paused = self._paused, []
         for listener in paused:
             self._arm(listener)
         for fileno, stranger in list(self._strangers.items()):
             if now >= stranger.deadline and self._forget(fileno, stranger):
-                _log.warning(
-                    "refused a connection from %s: no handshake within %.1f s",
-                    stranger.channel.peer_description,
-                    self._options.connect_timeout,
-                )
-                stranger.channel.close()
+                limit = self._options.connect_timeout
+                self._refuse(stranger.channel, f"no handshake within {limit:.1f} s")
 
     def close(self) -> None:
         """Stops listening and closes what is under way."""
@@ -371,6 +418,45 @@ class Acceptor:
         for fileno, stranger in list(self._strangers.items()):
             if self._forget(fileno, stranger):
                 stranger.channel.close()
+
+
+class _RefusalLog:
+    """Logs who was refused; not all of them, if somebody knocks again and again."""
+
+    def __init__(self) -> None:
+        # Guards all below: pool threads and the monitor.
+        self._lock = threading.Lock()
+        self._lines_left = float(_MOST_LINES)
+        self._last = time.monotonic()
+        self._num_hidden = 0
+
+    def note(self, who: str, why: object) -> None:
+        """Somebody was refused."""
+        with self._lock:
+            self._num_hidden += 1
+            if not self._may_log():
+                return
+            num_hidden, self._num_hidden = self._num_hidden - 1, 0
+        more = f" ({num_hidden} refusals before are not shown)" if num_hidden else ""
+        _log.warning("refused a connection from %s: %s%s", who, why, more)
+
+    def keep_house(self) -> None:
+        """Says how many were not shown, if nobody comes any more."""
+        with self._lock:
+            if not self._num_hidden or not self._may_log():
+                return
+            num_hidden, self._num_hidden = self._num_hidden, 0
+        _log.warning("refused %d more connections, which are not shown", num_hidden)
+
+    def _may_log(self) -> bool:
+        """Takes a line, if there is one; the caller holds the lock."""
+        now = time.monotonic()
+        self._lines_left = min(_MOST_LINES, self._lines_left + now - self._last)
+        self._last = now
+        if self._lines_left < 1.0:
+            return False
+        self._lines_left -= 1.0
+        return True
 
 
 class _Stranger:
