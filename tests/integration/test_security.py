@@ -7,17 +7,19 @@ the agent logs can be read.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import multiprocessing
 import operator
 import os
 import re
+import select
 import socket
 import struct
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from gradwire.rpc import _connect
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._handshake_records import HEADER, Kind
 from gradwire.rpc._records import WorkerRecord
+from gradwire.transport import get_transport
 from strangers import (
     LIMIT_S,
     SECRET,
@@ -54,6 +57,7 @@ from strangers import (
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="looks at /proc and uses Unix sockets"
 )
+CLONE_NEWUSER = 0x10000000
 both_transports = pytest.mark.parametrize("scheme", ["unix", "tcp"])
 
 
@@ -474,21 +478,28 @@ def act_as_other_user(
     connection.send((answer[:8], handshake.done))
 
 
-def run_as_other_user(record: WorkerRecord, secret: bytes | None) -> Any:
-    if os.geteuid() != 0:
-        pytest.skip("only root can act as another user")
+@contextlib.contextmanager
+def process_of(function: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """Runs a function in a process of its own; what it says comes by the pipe."""
     harness.ensure_fork_server()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    process = context.Process(target=act_as_other_user, args=(theirs, record, secret))
+    process = context.Process(target=function, args=(theirs, *args))
     with ours, theirs:
         process.start()
         try:
             assert ours.poll(2 * LIMIT_S)  # the server may have to import torch first
-            return ours.recv()
+            yield ours
         finally:
             process.join(LIMIT_S)
             process.close()
+
+
+def run_as_other_user(record: WorkerRecord, secret: bytes | None) -> Any:
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    with process_of(act_as_other_user, record, secret) as pipe:
+        return pipe.recv()
 
 
 def test_other_user_is_refused_without_a_secret(group, caplog):
@@ -507,6 +518,53 @@ def test_other_user_with_the_secret_is_let_in(group):
     answer, done = run_as_other_user(record, SECRET.encode())
 
     assert (answer, done) == (b"GRADWIRE", True)
+
+
+def listen_as_nobody(connection: Any, apart: bool) -> None:
+    """Runs in a process of its own: as the user that stands for all unknown ones.
+
+    If ``apart``, in a user namespace that knows no other; then everybody looks the same.
+    """
+    nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    if apart:
+        user = os.geteuid()
+        if ctypes.CDLL(None).unshare(CLONE_NEWUSER):
+            connection.send("")
+            return
+        Path("/proc/self/uid_map").write_text(f"{nobody} {user} 1")
+    else:
+        os.setuid(nobody)
+    assert os.geteuid() == nobody
+    listener = get_transport("unix").listen("", 0, f"gradwire-test-{os.getpid()}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if not apart:
+        sock.connect(f"\0{listener.address}")
+    connection.send(listener.address)
+    select.select([listener], [], [], LIMIT_S)
+    channel = listener.accept()
+    connection.send(channel is not None and channel.peer_is_same_user)
+
+
+def test_user_who_may_be_anybody_is_not_vouched_for():
+    with process_of(listen_as_nobody, True) as pipe:
+        address = pipe.recv()
+        if not address:
+            pytest.skip("user namespaces are not allowed here")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.connect(f"\0{address}")
+            assert pipe.poll(LIMIT_S)
+            assert pipe.recv() is False
+
+
+def test_user_nobody_is_vouched_for_where_all_users_are_known():
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
+        pytest.skip("these tests run in a user namespace themselves")
+    with process_of(listen_as_nobody, False) as pipe:
+        pipe.recv()
+        assert pipe.poll(LIMIT_S)
+        assert pipe.recv() is True
 
 
 # ---------------------------------------------------------------- after the handshake

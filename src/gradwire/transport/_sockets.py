@@ -8,6 +8,8 @@ import os
 import socket
 import struct
 import sys
+import threading
+from pathlib import Path
 
 from gradwire.errors import ConnectError
 from gradwire.transport._stream import (
@@ -19,6 +21,9 @@ from gradwire.transport._stream import (
 from gradwire.transport.base import Channel, Connection, Limits, Listener
 
 _MAX_DESCRIPTORS = 16
+_USER_MAP = Path("/proc/self/uid_map")
+_OVERFLOW_USER = Path("/proc/sys/kernel/overflowuid")
+_ALL_USERS = ["0", "0", "4294967295"]  # the map of a namespace that knows them all
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 __all__ = [
@@ -41,7 +46,10 @@ class SocketChannel(Channel):
         self._sock = sock
         self._description = description
         self._shares_memory = shares_memory
+        # Guards all below: who reads, and who closes meanwhile.
+        self._lock = threading.Lock()
         self._descriptors: list[int] = []
+        self._closed = False
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -57,11 +65,16 @@ class SocketChannel(Channel):
             return None
         except OSError:
             return b""
-        self._descriptors.extend(descriptors_in(ancillary))
-        if len(self._descriptors) > _MAX_DESCRIPTORS:
+        if ancillary and not self._keep(descriptors_in(ancillary)):
             self.close()  # no handshake comes with descriptors, few frames do
             return b""
         return data
+
+    def _keep(self, descriptors: list[int]) -> bool:
+        """Keeps descriptors for the connection; False if there are too many."""
+        with self._lock:
+            self._descriptors += descriptors
+            return not self._closed and len(self._descriptors) <= _MAX_DESCRIPTORS
 
     def write(self, data: bytes) -> None:
         # A fresh socket takes the few hundred bytes of a record at once; one that does
@@ -75,14 +88,16 @@ class SocketChannel(Channel):
 
     @property
     def peer_is_same_user(self) -> bool:
-        return _peer_user(self._sock) == _own_user()
+        user = _peer_user(self._sock)
+        return user is not None and user == _own_user() and not _may_be_anybody(user)
 
     @property
     def peer_description(self) -> str:
         return self._description
 
     def upgrade(self, limits: Limits, leftover: bytes) -> Connection:
-        descriptors, self._descriptors = self._descriptors, []
+        with self._lock:
+            descriptors, self._descriptors = self._descriptors, []
         return StreamConnection(
             self._scheme,
             self._sock,
@@ -93,8 +108,11 @@ class SocketChannel(Channel):
         )
 
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        with self._lock:
+            self._closed = True
+            descriptors, self._descriptors = self._descriptors, []
+        for descriptor in descriptors:
+            os.close(descriptor)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -166,6 +184,20 @@ def connect_socket(sock: socket.socket, address: object, timeout_s: float) -> No
     except BaseException:
         sock.close()
         raise
+
+
+def _may_be_anybody(user: int) -> bool:
+    """Whether the kernel may show other users under this number, too.
+
+    It does so for all whom our user namespace does not know, and shows them as the same
+    one: a worker that runs as that very user cannot tell itself from strangers.
+    """
+    try:
+        if user != int(_OVERFLOW_USER.read_text()):
+            return False
+        return _USER_MAP.read_text().split() != _ALL_USERS
+    except (OSError, ValueError):
+        return True
 
 
 def _own_user() -> int | None:
