@@ -381,12 +381,13 @@ def press_again(unraisable):
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-def join_until_interrupted(url):
+def join_until_interrupted(url, rank=0):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.unraisablehook = press_again
     try:
-        Path(url.removeprefix("file://")).with_suffix(".begins").touch()
-        join(0, 2, url)
+        if url.startswith("file:"):
+            Path(url.removeprefix("file://")).with_suffix(".begins").touch()
+        join(rank, 2, url)
     except KeyboardInterrupt:
         return [rpc.is_initialized(), *api.list_threads()]
     finally:
@@ -409,6 +410,23 @@ def test_init_ends_on_ctrl_c(bare, file_url, moment):
     assert handle.result(10) == [False]
     assert join_all(bare, file_url, 2) == ["w0 w1 "] * 2
     leave_all(bare, 2)
+
+
+def test_init_ends_on_ctrl_c_when_the_store_is_silent(make_cluster):
+    process = make_cluster(1)
+    process.run(0, rpc.shutdown)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(api.LIMIT_S)
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        handle = process.start(0, join_until_interrupted, url, 1)
+        silent.accept()[0].close()  # a look whether anybody is there
+        with silent.accept()[0] as store:
+            assert store.recv(1)  # it has said something, and waits for the answer
+
+            os.kill(process.pid(0), signal.SIGINT)
+
+            assert handle.result(10)[0] is False
+    process.kill(0)  # torch goes on trying until its limit
 
 
 # ------------------------------------------------------------------------- wrong inits

@@ -142,11 +142,19 @@ def _open(
         is_torch = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
         # ``geturl`` drops the slashes of an empty host, which torch does not mind.
         full = f"{'env://' if is_torch else f'tcp://{place}'}?{urlencode(query)}"
-    with _mapped_errors(place, rank):
-        limit = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
-        store, _, _ = next(rendezvous(full, timeout=limit))
-        store.set_timeout(timedelta(seconds=options.init_timeout))
-        return PrefixStore(PREFIX, store)
+    left_s = max(deadline - time.monotonic(), 1.0)
+
+    def connect() -> Store:
+        with _mapped_errors(place, rank):
+            store, _, _ = next(rendezvous(full, timeout=timedelta(seconds=left_s)))
+            store.set_timeout(timedelta(seconds=options.init_timeout))
+            return PrefixStore(PREFIX, store)
+
+    if url.scheme not in ("env", "tcp"):
+        return connect()
+    # torch waits for the first word of the server without any limit, deaf to Ctrl-C.
+    with StoreThread(f" at {place}") as thread:
+        return thread.call(connect, timeout_s=left_s)
 
 
 def _find_number(
@@ -319,8 +327,9 @@ def note_kind(store: Store, *, is_open: bool, timeout_s: float) -> None:
 class _Outcome(Generic[T]):
     """What one operation returned or raised."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], where: str) -> None:
         self._work = work
+        self._where = where
         self._finished = threading.Event()
         self._value: T
         self._error: BaseException | None = None
@@ -335,8 +344,9 @@ class _Outcome(Generic[T]):
     def wait(self, timeout_s: float) -> T:
         if not self._finished.wait(timeout_s):
             raise ConnectTimeout(
-                f"the rendezvous store did not answer within {timeout_s:.1f} s; is the "
-                "process that serves it (rank 0 or the launcher) alive?"
+                f"the rendezvous store{self._where} did not answer within "
+                f"{timeout_s:.1f} s; is the process that serves it (rank 0 or the "
+                "launcher) alive?"
             )
         if self._error is None:
             return self._value
@@ -345,7 +355,7 @@ class _Outcome(Generic[T]):
             self._error, GradwireError
         ):
             raise ConnectError(
-                "the rendezvous store failed: "
+                f"the rendezvous store{self._where} failed: "
                 f"{str(self._error).partition(chr(10))[0]}; is the process that serves it "
                 "(rank 0 or the launcher) alive?"
             ) from self._error
@@ -357,9 +367,13 @@ class StoreThread:
 
     Use it as a context manager. An operation that has timed out still runs, and those
     that come later wait behind it.
+
+    Args:
+        where: The place of the store, for texts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, where: str = "") -> None:
+        self._where = where
         self._work: queue.SimpleQueue[_Outcome[object] | None] = queue.SimpleQueue()
         # A daemon: an operation that never returns must not keep the process alive.
         self._thread = threading.Thread(
@@ -386,7 +400,7 @@ class StoreThread:
             ConnectTimeout: It did not return in time.
             ConnectError: The store failed.
         """
-        outcome = _Outcome(work)
+        outcome = _Outcome(work, self._where)
         self._work.put(outcome)  # type: ignore[arg-type]
         return outcome.wait(timeout_s)
 

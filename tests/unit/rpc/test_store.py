@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from gradwire.rpc._store import StoreThread
 
 pytestmark = pytest.mark.timeout(20)
 
+LIMIT_S = 10.0
 VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -165,6 +167,20 @@ def test_nobody_there_names_the_address(free_port):
         ConnectTimeout, match=f"127.0.0.1:{free_port} .* is rank 0 started"
     ):
         open_store(options(f"tcp://127.0.0.1:{free_port}", 0.2), 1, 2)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env"])
+def test_silent_server_is_given_up_and_named(taken_port, monkeypatch, scheme):
+    # Somebody listens there, but is no store; or it is one that was stopped.
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken_port))
+    url = f"tcp://127.0.0.1:{taken_port}" if scheme == "tcp" else "env://"
+    start = time.monotonic()
+
+    with pytest.raises(ConnectTimeout, match=f"127.0.0.1:{taken_port} did not answer"):
+        open_store(options(url, 0.5), 1, 2)
+
+    assert time.monotonic() - start < LIMIT_S
 
 
 def test_operation_that_hangs_is_given_up():
