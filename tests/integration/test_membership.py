@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -77,6 +78,8 @@ def subscribe_wrongly() -> None:
         raise ValueError("this callback fails")
 
     rpc.on_worker_joined(fail)
+    rpc.on_worker_joined(sys.exit)
+    rpc.on_worker_lost(lambda info, reason: sys.exit(reason))
     with pytest.raises(TypeError, match="callable"):
         rpc.on_worker_lost("no function")  # type: ignore[arg-type]
 

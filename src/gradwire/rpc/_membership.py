@@ -17,7 +17,7 @@ from gradwire.errors import ConnectTimeout, GradwireError, NotInitialized
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._network import Network
 from gradwire.rpc._peer import Peer
-from gradwire.rpc._signals import wait_in_slices
+from gradwire.rpc._signals import may_be_of_a_signal, wait_in_slices
 from gradwire.rpc._turn import about_to_block
 
 __all__ = ["Membership", "Subscription"]
@@ -120,7 +120,11 @@ class Membership:
             for callback in due:
                 try:
                     callback(*args)
-                except Exception:
+                except BaseException as error:
+                    if may_be_of_a_signal(error):
+                        with self._changed:
+                            self._is_telling = False  # others go on with the news
+                        raise
                     _log.exception("a callback for workers that come and go failed")
 
     # --------------------------------------------------------------------------- waiting
