@@ -22,6 +22,7 @@ import leaks
 from cluster import Cluster, WorkerTimeout
 from gradwire import rpc
 from gradwire.errors import (
+    CallTimeout,
     ConnectError,
     ConnectTimeout,
     InvalidWorkerName,
@@ -637,6 +638,20 @@ def test_shutdown_of_a_higher_rank_has_a_limit_too(bare, file_url):
     assert "for 'w0' (rank 0)" in bare.run(1, shut_down_late, 0.3)
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_shutdown_has_a_limit_also_if_others_cannot_be_reached(make_cluster, rank):
+    cluster = make_cluster(3)
+    others = {0, 1, 2} - {rank}
+    for other in others:
+        cluster.stop(other)
+
+    text = cluster.run(rank, shut_down_late, 0.5)
+
+    # A member waits for the lowest rank, and that one for all.
+    for other in others if rank == 0 else {0}:
+        assert f"for 'w{other}' (rank {other})" in text
+
+
 def call_and_shut_down_late(name):
     future = rpc.rpc_async("w1", functions.block_until_set, args=(name,))
     text = shut_down_late(0.3)
@@ -710,6 +725,24 @@ def test_shutdown_at_once_fails_own_calls(bare, file_url):
         bare.run(0, call_and_leave_at_once, "abandoned")
     finally:
         bare.run(1, functions.set_event, "abandoned")
+
+
+def call_a_sleeper_and_leave_at_once():
+    """How long it takes to leave while a connection is being opened."""
+    with pytest.raises((CallTimeout, ConnectTimeout)):
+        rpc.rpc_sync("w1", functions.get_pid, timeout=0.1)
+    start = time.monotonic()
+    rpc.shutdown(graceful=False)
+    took_s = time.monotonic() - start
+    assert api.list_threads() == []
+    return took_s
+
+
+def test_shutdown_at_once_does_not_wait_for_connections(make_cluster):
+    cluster = make_cluster(2, {"connect_timeout": 60.0})
+    cluster.stop(1)
+
+    assert cluster.run(0, call_a_sleeper_and_leave_at_once) < 4
 
 
 def begin_to_close():

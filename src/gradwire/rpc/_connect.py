@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from gradwire._config import RpcBackendOptions
 from gradwire.errors import (
+    ClosedError,
     ConnectError,
     ConnectTimeout,
     GradwireError,
@@ -35,6 +36,7 @@ from gradwire.transport import Channel, Connection, Limits, Listener, Transport
 __all__ = ["Acceptor", "Dialer", "limits_of"]
 
 _READ_BYTES = 16 << 10
+_SLICE_S = 0.05  # how long a wait for the other side lasts before it looks around
 _MAX_STRANGERS = 256
 _MOST_AT_ONCE = 16  # who knocks after them comes when others had their turn
 _PATIENCE_S = 1.0  # how long the others wait at the door when there are too many
@@ -68,6 +70,7 @@ class Dialer:
         options: See `RpcBackendOptions`.
         transports: The transports by their names, in order of preference.
         host: This host.
+        is_over: Whether this worker goes away: then nobody is waited for any more.
     """
 
     def __init__(
@@ -77,12 +80,14 @@ class Dialer:
         options: RpcBackendOptions,
         transports: Mapping[str, Transport],
         host: HostIdentity,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._identify = identify
         self._secret = secret
         self._options = options
         self._transports = transports
         self._host = host
+        self._is_over = is_over
 
     def choose(self, record: WorkerRecord) -> str:
         """The transport for a worker: the first that both have and that reaches it."""
@@ -110,6 +115,7 @@ class Dialer:
             ConnectError: Nobody is there.
             ConnectTimeout: Not in time.
             HandshakeRefused: One side did not want the other.
+            ClosedError: This worker goes away.
         """
         scheme = self.choose(record)
         left = deadline - time.monotonic()
@@ -147,6 +153,8 @@ class Dialer:
         )
         channel.write(handshake.start())
         while not handshake.done:
+            if self._is_over():
+                raise ClosedError("the agent is shut down")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise ConnectTimeout(
@@ -157,7 +165,7 @@ class Dialer:
             data = channel.read(_READ_BYTES)
             if data is None:
                 ready = readiness(channel.fileno(), write=channel.wants_write)
-                interruptible(ready, left * 1e3)
+                interruptible(ready, min(left, _SLICE_S) * 1e3)
             elif not data:
                 raise ConnectError(
                     f"worker {record.name!r} closed the connection during the handshake",

@@ -23,6 +23,7 @@ from gradwire.errors import (
     HandshakeRefused,
     NotInitialized,
     PeerLostError,
+    TransportError,
     UnknownWorker,
 )
 from gradwire.rpc import _handshake
@@ -94,7 +95,14 @@ class Network:
         self._pool = pool
         self._owner = owner
         self._host = identify_host()
-        self._dialer = Dialer(self._identify, secret, options, transports, self._host)
+        self._dialer = Dialer(
+            self._identify,
+            secret,
+            options,
+            transports,
+            self._host,
+            is_over=lambda: self.is_closing,
+        )
         self._acceptor = Acceptor(
             pool,
             self._identify,
@@ -272,17 +280,18 @@ class Network:
     def _add_link(
         self, connection: Connection, peer: Peer, offset: float, *, start: bool = True
     ) -> Link:
-        link = Link(connection, self._pool, self._owner)
-        if get_transport(connection.scheme).capabilities.crosses_hosts:
-            link.clock_offset = offset
-            link.shares_clock = False
-        with self._lock:
-            closed = self._closed
-            if not closed:
+        try:
+            with self._lock:  # `close` needs it, too, and the pool is open until then
+                if self._closed:
+                    raise ClosedError("the agent is shut down")
+                link = Link(connection, self._pool, self._owner)
+                if get_transport(connection.scheme).capabilities.crosses_hosts:
+                    link.clock_offset = offset
+                    link.shares_clock = False
                 self._links[link] = peer
-        if closed:
-            link.close()
-            raise ClosedError("the agent is shut down")
+        except BaseException:
+            connection.close()
+            raise
         if start:
             link.start()
         return link
@@ -298,9 +307,18 @@ class Network:
 
         Raises:
             PeerLostError: It is gone, or about to go.
+            NotInitialized: This worker is shut down, or was meanwhile.
         """
+        name, rank = peer.info
         try:
             return self._open_link(peer, deadline)
+        except (TransportError, ConnectTimeout) as error:
+            if not self.is_closing:
+                raise
+            raise NotInitialized(
+                f"worker {self._info.name!r} was shut down while it connected to worker "
+                f"{name!r}"
+            ) from error
         except HandshakeRefused as error:
             if error.code != _handshake.CLOSING:
                 raise

@@ -12,6 +12,7 @@ takes over. So this ends with the work of those who are alive, or at the limit.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import GradwireError, ShutdownTimeout, UsageError
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._exports import for_agents
-from gradwire.rpc._future import Future
+from gradwire.rpc._future import Future, Outcome
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import wait_in_slices
 from gradwire.rpc.functions import async_execution
@@ -112,7 +113,7 @@ class Departure:
             if coordinator is None:
                 self._coordinate(deadline, timeout_s)
                 return
-            self._ensure_connected(coordinator)
+            self._connect_to([coordinator], deadline, timeout_s)
 
             def wait(timeout_s: float, coordinator: Peer = coordinator) -> bool:
                 self._log_long_wait()
@@ -177,12 +178,27 @@ class Departure:
         me = self._agent.info
         return [p for p in self._agent.network.peers() if p.is_usable and p.info != me]
 
-    def _ensure_connected(self, coordinator: Peer) -> None:
-        # Only a connection tells us when the coordinator dies.
+    def _connect_to(self, peers: list[Peer], deadline: float, timeout_s: float) -> None:
+        """Connects to workers, all at once; who cannot be reached is lost.
+
+        Only a connection tells us when one of them dies.
+        """
+        attempts = [(peer, Outcome()) for peer in peers if peer.link is None]
+        for peer, attempt in attempts:
+            self._agent.run_soon(functools.partial(self._connect, peer, attempt))
+        for _, attempt in attempts:
+            left = deadline - time.monotonic()
+            if not attempt.wait(max(0.0, left) if timeout_s else None):
+                late = [peer for peer, attempt in attempts if not attempt.done]
+                raise self._timeout(late, timeout_s)
+
+    def _connect(self, peer: Peer, attempt: Outcome) -> None:
         try:
-            self._agent.network.connect(coordinator)
+            self._agent.network.connect(peer)
         except GradwireError as error:
-            self._agent.lose(coordinator, f"it cannot be reached: {error}")
+            self._agent.lose(peer, f"it cannot be reached: {error}")
+        finally:
+            attempt.finish(None, None)
 
     def _coordinate(self, deadline: float, timeout_s: float) -> None:
         numbers: dict[int, int] = {}
@@ -208,6 +224,7 @@ class Departure:
     def _round(self, deadline: float, timeout_s: float) -> dict[int, int]:
         """The numbers of all workers, each asked for when that worker is quiet."""
         asked: list[tuple[Peer, Future[int]]] = []
+        self._connect_to(self._others(), deadline, timeout_s)
         for peer in self._others():
             try:
                 asked.append(
