@@ -118,6 +118,9 @@ class Network:
         self._peers: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._links: dict[Link, Peer] = {}
+        # Those who came by themselves and are not connected yet, and whose places they
+        # have taken.
+        self._guests: dict[Peer, Peer | None] = {}
         self._closed = False
         self._introduction = b""  # what those whom we dial are told
 
@@ -181,6 +184,7 @@ class Network:
                 known = self._peers.get(record.rank)
                 if known is not None and known.incarnation == record.incarnation:
                     known.record = record
+                    self._guests.pop(known, None)
                     continue
                 info = WorkerInfo(record.name, record.rank)
                 self._enter(
@@ -201,10 +205,30 @@ class Network:
     def _enter(self, peer: Peer) -> None:
         with self._lock:
             old = self._peers.get(peer.info.id)
-            if old is not None and self._by_name.get(old.info.name) is old:
-                del self._by_name[old.info.name]
             self._peers[peer.info.id] = peer
-            self._by_name[peer.info.name] = peer
+            if old is not None:
+                self._free_name(old)
+            # What a dead worker has left behind may have the name of a living one.
+            namesake = self._by_name.get(peer.info.name)
+            if namesake is None or not namesake.is_connected:
+                self._by_name[peer.info.name] = peer
+
+    def _remove(self, peer: Peer) -> None:
+        """Forgets a peer. The caller holds the lock."""
+        del self._peers[peer.info.id]
+        self._free_name(peer)
+
+    def _free_name(self, gone: Peer) -> None:
+        """Gives the name of a peer to another one that has it. The caller holds the lock."""
+        name = gone.info.name
+        if self._by_name.get(name) is not gone:
+            return
+        del self._by_name[name]
+        for peer in self._peers.values():
+            if peer.info.name == name and (
+                peer.is_connected or name not in self._by_name
+            ):
+                self._by_name[name] = peer
 
     # ----------------------------------------------------------------- connections
 
@@ -240,14 +264,29 @@ class Network:
             )
             peer.is_newcomer = self._joined.is_set()
             peer.is_accepting = True
+            before = known
+            if known is not None and known in self._guests:
+                before = self._guests.pop(known)
+            self._guests[peer] = before
             self._enter(peer)
             return None
 
     def _on_abandoned(self, identity: PeerIdentity) -> None:
         """One that was let in has gone before it was connected."""
-        peer = self._peers.get(identity.rank)
-        if peer is not None and peer.incarnation == identity.incarnation:
+        with self._lock:
+            peer = self._peers.get(identity.rank)
+            if peer is None or peer.incarnation != identity.incarnation:
+                return
             peer.end_accepting()
+            if peer not in self._guests or peer.is_dialing:
+                return
+            # All is as if it had never come.
+            before = self._guests.pop(peer)
+            peer.end("it went before it was connected")
+            self._remove(peer)
+            if before is not None:
+                before.end_accepting()
+                self._enter(before)
 
     def _on_accepted(self, connection: Connection, identity: PeerIdentity) -> None:
         peer = self._peers.get(identity.rank)
@@ -259,9 +298,12 @@ class Network:
         except GradwireError as error:
             # One of the two has gone since the handshake: nobody waits for this one.
             _log.debug("dropped a connection from %s: %s", identity.name, error)
+            self._on_abandoned(identity)
             return
-        finally:
-            peer.end_accepting()
+        except BaseException:
+            self._on_abandoned(identity)
+            raise
+        peer.end_accepting()
         if peer.is_newcomer:
             peer.is_newcomer = False
             self._owner.peer_joined(peer)
@@ -274,6 +316,8 @@ class Network:
             if existing is None:
                 raise peer.error()
             return existing
+        with self._lock:
+            self._guests.pop(peer, None)
         link.start()
         return link
 
@@ -323,7 +367,6 @@ class Network:
             if error.code != _handshake.CLOSING:
                 raise
             # To a caller it is all the same whether it has said goodbye already.
-            name, rank = peer.info
             raise PeerLostError(
                 f"worker {name!r} (rank {rank}) is leaving the group: it is shutting down",
                 worker=name,
@@ -482,8 +525,7 @@ class Network:
         return (
             peer is not None
             and peer.incarnation != record.incarnation
-            and peer.link is not None
-            and peer.is_usable
+            and peer.is_connected
         )
 
     def forget(self, record: WorkerRecord) -> None:
@@ -493,9 +535,7 @@ class Network:
             if peer is None or peer.incarnation != record.incarnation:
                 return
             if peer.link is None and peer.end("it does not answer"):
-                del self._peers[record.rank]
-                if self._by_name.get(record.name) is peer:
-                    del self._by_name[record.name]
+                self._remove(peer)
 
     def miss(self, record: WorkerRecord) -> None:
         """The worker of a record may live, but is out of reach: it can be sought later."""

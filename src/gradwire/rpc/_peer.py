@@ -56,6 +56,11 @@ class Peer:
         return self.fate is None
 
     @property
+    def is_connected(self) -> bool:
+        """Whether it is usable, and there is a connection to it."""
+        return self.link is not None and self.is_usable
+
+    @property
     def may_be_met_again(self) -> bool:
         """Whether it is lost for good as it was, but may have been cut off only."""
         return self.is_mourned and not self._has_left
