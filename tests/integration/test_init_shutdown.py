@@ -307,6 +307,22 @@ def test_missing_store_is_named(bare, tcp_url):
         bare.run(0, join, 1, 2, tcp_url, init_timeout=0.5)
 
 
+def test_init_has_a_limit_also_if_others_cannot_be_reached(bare, make_cluster):
+    cluster = make_cluster(NUM_BARE)
+    cluster.kill(2)
+    for rank in (0, 1):
+        cluster.stop(rank)
+    url = cluster._options["init_method"]
+    start = time.monotonic()
+
+    with pytest.raises(ConnectTimeout) as caught:
+        bare.run(0, join, 2, NUM_BARE, url, init_timeout=1.0)
+
+    assert time.monotonic() - start < 6
+    assert "waited 1.0 s for 2 of 3 workers: rank 0 ('w0') left" in str(caught.value)
+    assert "rank 1 ('w1') left a record, but nobody answers" in str(caught.value)
+
+
 def fail_to_join(*args: Any, kind: type[Exception], **options: Any) -> list[str]:
     """What an init that fails leaves behind in this process."""
     # Libraries open things once and for all: not in the time that is looked at.

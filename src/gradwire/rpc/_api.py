@@ -156,15 +156,17 @@ def _begin(
 
     def contact(other: WorkerRecord) -> bool:
         if other.rank == rank or other.name == name:
-            return agent.network.probe(other)
-        return agent.network.contact(other)
+            return agent.network.probe(other, deadline)
+        return agent.network.contact(other, deadline)
 
     try:
         with shielded():
             record = agent.start()
         while True:
             left = max(0.001, deadline - time.monotonic())
-            rendezvous = Rendezvous(store, record, world_size, left, contact)
+            rendezvous = Rendezvous(
+                store, record, world_size, left, contact, agent.run_soon
+            )
             try:
                 note_kind(store, is_open=False, timeout_s=left)
                 agent.network.set_members(rendezvous.join())

@@ -53,6 +53,7 @@ __all__ = ["Network", "NetworkOwner"]
 _log = logging.getLogger("gradwire.rpc")
 
 _AGAIN_S = 0.05
+_NEVER = float("inf")
 
 
 class NetworkOwner(LinkOwner, Protocol):
@@ -346,8 +347,13 @@ class Network:
             self._links.pop(link, None)
         link.close()
 
-    def link_to(self, peer: Peer, deadline: float) -> Link:
+    def link_to(self, peer: Peer, deadline: float, dial_until: float = _NEVER) -> Link:
         """The connection to a peer; opened here and now if there is none.
+
+        Args:
+            peer: Whom to connect to.
+            deadline: When to stop waiting, 0 for never. The connection may come later.
+            dial_until: When to stop dialing; at the latest after ``connect_timeout``.
 
         Raises:
             PeerLostError: It is gone, or about to go.
@@ -355,7 +361,7 @@ class Network:
         """
         name, rank = peer.info
         try:
-            return self._open_link(peer, deadline)
+            return self._open_link(peer, deadline, dial_until)
         except (TransportError, ConnectTimeout) as error:
             if not self.is_closing:
                 raise
@@ -372,12 +378,12 @@ class Network:
                 worker=name,
             ) from error
 
-    def _open_link(self, peer: Peer, deadline: float) -> Link:
+    def _open_link(self, peer: Peer, deadline: float, dial_until: float) -> Link:
         if self._closed:
             raise NotInitialized(
                 f"worker {self._info.name!r} is shut down; calls are no longer possible"
             )
-        dial_limit = time.monotonic() + self._options.connect_timeout
+        dial_limit = self._dial_limit(dial_until)
         limit = min(dial_limit, deadline) if deadline else dial_limit
         while not peer.claim_dialing():
             # Another thread dials, or there is nothing to dial any more.
@@ -404,6 +410,9 @@ class Network:
             raise self._connect_timeout(peer)
         link: Link = dialled.result()
         return link
+
+    def _dial_limit(self, dial_until: float) -> float:
+        return min(time.monotonic() + self._options.connect_timeout, dial_until)
 
     def _dial(self, peer: Peer, limit: float) -> Link:
         """Opens the connection to a peer; the caller has claimed the dialing."""
@@ -488,18 +497,19 @@ class Network:
             worker=peer.info.name,
         )
 
-    def connect(self, peer: Peer, deadline: float = 0.0) -> None:
-        """Opens the connection to a peer if there is none."""
-        if peer.link is None or not peer.is_usable:
-            self.link_to(peer, deadline)
+    def connect(
+        self, peer: Peer, deadline: float = 0.0, dial_until: float = _NEVER
+    ) -> None:
+        """Opens the connection to a peer if there is none; see `link_to`."""
+        if not peer.is_connected:
+            self.link_to(peer, deadline, dial_until)
 
-    def contact(self, record: WorkerRecord) -> bool:
+    def contact(self, record: WorkerRecord, dial_until: float) -> bool:
         """Whether the worker of a record lives; connects to it, so that it knows us."""
-        options = self._options
-        limit = time.monotonic() + min(options.init_timeout, options.lost_after + 5.0)
+        limit = min(time.monotonic() + self._options.lost_after + 5.0, dial_until)
         while True:
             try:
-                self.meet(record)
+                self.meet(record, dial_until)
             except HandshakeRefused as error:
                 if error.code in (_handshake.CLOSING, _handshake.IDENTITY):
                     return False
@@ -514,10 +524,10 @@ class Network:
             else:
                 return True
 
-    def meet(self, record: WorkerRecord) -> None:
+    def meet(self, record: WorkerRecord, dial_until: float = _NEVER) -> None:
         """Connects to the worker of a record."""
         self.set_members([record])
-        self._open_link(self._peers[record.rank], 0.0)
+        self._open_link(self._peers[record.rank], 0.0, dial_until)
 
     def is_connected_to_another_life(self, record: WorkerRecord) -> bool:
         """Whether the worker of this rank is connected, but not in this incarnation."""
@@ -546,11 +556,10 @@ class Network:
             if peer.link is None and peer.end("it does not answer"):
                 peer.is_mourned = True  # there was nothing between us yet
 
-    def probe(self, record: WorkerRecord) -> bool:
+    def probe(self, record: WorkerRecord, dial_until: float = _NEVER) -> bool:
         """Whether somebody who holds our own rank or name answers."""
-        limit = time.monotonic() + self._options.connect_timeout
         try:
-            connection, _ = self._dialer.dial(record, limit)
+            connection, _ = self._dialer.dial(record, self._dial_limit(dial_until))
         except HandshakeRefused as error:
             if error.code in (_handshake.IDENTITY, _handshake.CLOSING):
                 return False

@@ -21,7 +21,9 @@ A key is read by a comparison that fails (see ``read_key``) and never waited for
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
@@ -33,6 +35,7 @@ from gradwire.errors import (
     RemoteProtocolError,
     UsageError,
 )
+from gradwire.rpc._future import Outcome
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._records import (
     WorkerRecord,
@@ -57,6 +60,7 @@ _LAST_DELAY_S = 0.05
 # A worker may die between a post and its count; look at everything now and then.
 _FULL_LOOK_S = 1.0
 _ASK_AGAIN_S = 1.0  # whoever did not answer
+_GRACE_S = 0.25  # who contacts others gives up at the same time as we, and knows why
 _MAX_CONFLICT_BYTES = 2048
 _MAX_GIVEN_UP = 16
 # Those who come late to a group that has given up: how old the news may be, and how long
@@ -122,8 +126,9 @@ class Rendezvous:
         timeout_s: How long ``join`` waits for the others.
         contact: Tries to connect to a worker, with the handshake; False means that
             nobody answers there, so that the record is stale, or its worker cut off: it
-            is asked again now and then. Called on the thread that called ``join``. What
-            it raises ends ``join``.
+            is asked again now and then. What it raises ends ``join``.
+        submit: Runs something on another thread; without it, workers are contacted one
+            after the other.
     """
 
     is_open = False
@@ -135,6 +140,7 @@ class Rendezvous:
         world_size: int,
         timeout_s: float,
         contact: Callable[[WorkerRecord], bool],
+        submit: Callable[[Callable[[], None]], None] = lambda work: work(),
     ) -> None:
         if not 0 <= record.rank < world_size:
             raise UsageError(
@@ -145,6 +151,7 @@ class Rendezvous:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._contact = contact
+        self._submit = submit
         self._record = msgspec.structs.replace(
             record, world_size=world_size, active=False
         )
@@ -198,6 +205,12 @@ class Rendezvous:
                     f"rank {holder.rank} is taken by worker {holder.name!r}, which is "
                     f"alive, so worker {self._record.name!r} cannot join with it; give "
                     "every worker a rank of its own"
+                )
+            if time.monotonic() >= self._deadline:
+                raise ConnectTimeout(
+                    f"worker {self._record.name!r} waited {self._timeout_s:.1f} s to find "
+                    f"out whether worker {holder.name!r}, which has left a record under "
+                    f"rank {holder.rank}, is alive"
                 )
             expected = found.decode()
         self._call(thread, self._store.add, "changes", 1)
@@ -271,6 +284,13 @@ class Rendezvous:
         # A dead worker may have left anything behind. It excludes nobody, so a conflict
         # is one only with a worker that answers.
         by_name: dict[str, WorkerRecord] = {}
+        counts = Counter(record.name for record in view.records.values())
+        self._ask(
+            record
+            for record in view.records.values()
+            if (record.world_size, record.serializer) != (me.world_size, me.serializer)
+            or counts[record.name] > 1
+        )
         for record in view.records.values():
             if record.world_size != me.world_size and self._is_answering(record):
                 self._quarrel(
@@ -360,14 +380,33 @@ class Rendezvous:
     def _is_answering(self, record: WorkerRecord) -> bool:
         if record.incarnation == self._record.incarnation:
             return True
-        life = record.incarnation
+        self._ask([record])
+        return self._answers.get(record.incarnation, False)
+
+    def _ask(self, records: Iterable[WorkerRecord]) -> None:
+        """Contacts those that have not answered yet, all at once, if it is time to."""
         start = time.monotonic()
-        if start >= self._ask_again.get(life, 0.0) and not self._answers.get(life):
-            self._answers[life] = self._contact(record)
+        asked: list[tuple[int, Outcome]] = []
+        for record in records:
+            life = record.incarnation
+            if life == self._record.incarnation or self._answers.get(life):
+                continue
+            if self._ask_again.get(life, 0.0) <= start < self._deadline:
+                asked.append((life, Outcome()))
+                self._submit(functools.partial(self._find_out, record, asked[-1][1]))
+        for life, answer in asked:
+            left_s = max(0.0, self._deadline - time.monotonic())
+            in_time = answer.wait(left_s + _GRACE_S)
+            self._answers[life] = in_time and answer.result()
             # One that is cut off may cost a whole limit each time: others come first.
-            took_s = time.monotonic() - start
-            self._ask_again[life] = time.monotonic() + max(_ASK_AGAIN_S, 2 * took_s)
-        return self._answers[life]
+            now = time.monotonic()
+            self._ask_again[life] = now + max(_ASK_AGAIN_S, 2 * (now - start))
+
+    def _find_out(self, record: WorkerRecord, answer: Outcome) -> None:
+        try:
+            answer.finish(self._contact(record), None)
+        except Exception as error:
+            answer.finish(None, error)
 
     def _is_complete(self, thread: StoreThread, view: _View) -> bool:
         posted = self._snapshot.digest
@@ -377,12 +416,13 @@ class Rendezvous:
             return False
         # All running workers are contacted, also if one of them is found to be dead:
         # the answers are wanted anyway, when it comes back.
-        alive = [
-            self._is_answering(record)
+        running = [
+            record
             for record in view.records.values()
             if record.active and record.rank not in view.ready
         ]
-        if not all(alive) or self._stale_ranks(view):
+        self._ask(running)
+        if not all(map(self._is_answering, running)) or self._stale_ranks(view):
             return False
         if posted != view.digest:
             self._call(thread, self._post_ready, view.digest)

@@ -185,18 +185,21 @@ class Departure:
         """
         attempts = [(peer, Outcome()) for peer in peers if peer.link is None]
         for peer, attempt in attempts:
-            self._agent.run_soon(functools.partial(self._connect, peer, attempt))
+            work = functools.partial(self._connect, peer, deadline, attempt)
+            self._agent.run_soon(work)
         for _, attempt in attempts:
             left = deadline - time.monotonic()
-            if not attempt.wait(max(0.0, left) if timeout_s else None):
-                late = [peer for peer, attempt in attempts if not attempt.done]
-                raise self._timeout(late, timeout_s)
+            attempt.wait(max(0.0, left) if timeout_s else None)
+        late = [peer for peer, _ in attempts if peer.link is None and peer.is_usable]
+        if late:
+            raise self._timeout(late, timeout_s)
 
-    def _connect(self, peer: Peer, attempt: Outcome) -> None:
+    def _connect(self, peer: Peer, deadline: float, attempt: Outcome) -> None:
         try:
-            self._agent.network.connect(peer)
-        except GradwireError as error:
-            self._agent.lose(peer, f"it cannot be reached: {error}")
+            self._agent.network.connect(peer, dial_until=deadline)
+        except Exception as error:
+            if time.monotonic() < deadline:  # else it is we who do not wait any more
+                self._agent.lose(peer, f"it cannot be reached: {error}")
         finally:
             attempt.finish(None, None)
 

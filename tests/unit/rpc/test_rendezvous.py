@@ -336,6 +336,72 @@ def test_stale_active_record_is_named_in_the_timeout(store):
     assert "rank 1 ('w1') left a record, but nobody answers" in str(caught.value)
 
 
+class Slow:
+    """Contacts on threads of their own, which get no answer before they are released."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self._released = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def contact(self, record: WorkerRecord) -> bool:
+        self.asked.append(record.rank)
+        return self._released.wait(WAIT_S)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=work))
+        self._threads[-1].start()
+
+    def release(self) -> None:
+        self._released.set()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    made = Slow()
+    yield made
+    made.release()
+
+
+@pytest.mark.parametrize("world_size", [3, 4], ids=["same size", "other size"])
+def test_workers_that_do_not_answer_take_the_limit_once(store, slow, world_size):
+    for rank in (1, 2):
+        post(store, make_record(rank, active=True), world_size)
+    start = time.monotonic()
+
+    with pytest.raises(ConnectTimeout) as caught:
+        Rendezvous(store, make_record(0), 3, 0.3, slow.contact, slow.submit).join()
+
+    assert time.monotonic() - start < WAIT_S / 2
+    assert sorted(slow.asked) == [1, 2]
+    assert "2 of 3 workers" in str(caught.value)
+    for rank in (1, 2):
+        assert f"rank {rank} ('w{rank}') left a record, but nobody answers" in str(
+            caught.value
+        )
+
+
+def test_rank_is_not_taken_over_before_its_holder_could_answer(store, slow):
+    holder = post(store, make_record(0, "holder", active=True), 1)
+
+    with pytest.raises(ConnectTimeout, match=r"'holder', .* under rank 0, is alive"):
+        Rendezvous(store, make_record(0), 1, 0.3, slow.contact, slow.submit).join()
+
+    assert read_key(store, "worker/0") == encode_record(holder).encode()
+
+
+def test_what_a_contact_raises_elsewhere_ends_the_join(store, slow):
+    post(store, make_record(1, active=True), 2)
+
+    def contact(record: WorkerRecord) -> bool:
+        raise RemoteProtocolError("another secret")
+
+    with pytest.raises(RemoteProtocolError, match="another secret"):
+        Rendezvous(store, make_record(0), 2, WAIT_S, contact, slow.submit).join()
+
+
 def test_whole_group_restarts_over_its_remains(new_store: NewStore):
     for rank in range(3):
         post(new_store(), make_record(rank, active=True), 3)
