@@ -78,7 +78,7 @@ def subscribe_wrongly() -> None:
         raise ValueError("this callback fails")
 
     rpc.on_worker_joined(fail)
-    rpc.on_worker_joined(sys.exit)
+    rpc.on_worker_joined(lambda info: sys.exit(info.name))
     rpc.on_worker_lost(lambda info, reason: sys.exit(reason))
     with pytest.raises(TypeError, match="callable"):
         rpc.on_worker_lost("no function")  # type: ignore[arg-type]

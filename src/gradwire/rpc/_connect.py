@@ -40,7 +40,7 @@ _SLICE_S = 0.05  # how long a wait for the other side lasts before it looks arou
 _MAX_STRANGERS = 256
 _MOST_AT_ONCE = 16  # who knocks after them comes when others had their turn
 _PATIENCE_S = 1.0  # how long the others wait at the door when there are too many
-_MOST_LINES = 10  # of the log at a time; and then one per second
+_MOST_LINES = 20  # of the log at a time; and then one per second
 
 
 def limits_of(options: RpcBackendOptions, *, is_same_user: bool = False) -> Limits:

@@ -504,7 +504,7 @@ class Network:
         if not peer.is_connected:
             self.link_to(peer, deadline, dial_until)
 
-    def contact(self, record: WorkerRecord, dial_until: float) -> bool:
+    def contact(self, record: WorkerRecord, dial_until: float = _NEVER) -> bool:
         """Whether the worker of a record lives; connects to it, so that it knows us."""
         limit = min(time.monotonic() + self._options.lost_after + 5.0, dial_until)
         while True:
