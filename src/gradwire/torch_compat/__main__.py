@@ -15,10 +15,12 @@ _USAGE = (
 
 def main(arguments: list[str]) -> None:
     """Installs the drop-in, then runs a program as ``python`` would."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        sys.exit(_USAGE)
-    if arguments == ["-m"]:
-        sys.exit(_USAGE)
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        return
+    if not arguments or arguments == ["-m"]:
+        print(_USAGE, file=sys.stderr)
+        sys.exit(2)
     install()
     run_program(arguments)
 
