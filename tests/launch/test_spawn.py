@@ -159,6 +159,20 @@ def test_options_reach_the_workers():
     assert found == {"worker": 7}
 
 
+def test_function_may_shut_down_itself():
+    assert spawn(rpc.shutdown, 2) == {"worker:0": None, "worker:1": None}
+
+
+def test_function_of_a_launched_worker_may_shut_down_itself(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRADWIRE_ROLES", "worker=1")
+    monkeypatch.setenv("GRADWIRE_NAME", "worker")
+    monkeypatch.setenv("RANK", "0")
+    place = f"file://{tmp_path}/store?rank=0&world_size=1"
+    options = rpc.RpcBackendOptions(init_method=place)
+
+    assert launch.main(rpc.shutdown, 1, options=options) == {"worker": None}
+
+
 @pytest.mark.parametrize(
     ("function", "roles", "text"),
     [

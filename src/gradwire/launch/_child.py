@@ -56,7 +56,8 @@ def run(
     try:
         rpc.init_rpc(worker.name, worker.rank, worker.world_size, options)
         value = None if function is None else function()
-        rpc.shutdown()
+        if rpc.is_initialized():  # the function may have done it
+            rpc.shutdown()
         _send(connection, Report(value, None, time.monotonic()))
     except BaseException as error:
         with contextlib.suppress(Exception):

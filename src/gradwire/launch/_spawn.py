@@ -51,7 +51,8 @@ def spawn(
 
     Each child is a worker of one group when the function begins: ``init_rpc`` has been
     called, under the name of its role. When the function has returned, the worker goes
-    on serving the others until all have. Inside, `this_worker` tells who one is.
+    on serving the others until all have; the function may call ``shutdown`` itself.
+    Inside, `this_worker` tells who one is.
 
     Args:
         function: What to run, as ``function(*args)``; or one function for each role. A
@@ -149,7 +150,8 @@ def main(
     own = _by_role(function, wanted).get(me.role)
     rpc.init_rpc(rpc_backend_options=options)
     value = None if own is None else own(*args)
-    rpc.shutdown()
+    if rpc.is_initialized():  # the function may have done it
+        rpc.shutdown()
     return {me.name: value}
 
 
