@@ -14,6 +14,7 @@ import pytest
 from gradwire._cli import main
 from gradwire.errors import UsageError
 from gradwire.launch._roles import parse_roles, worker_of
+from probes import wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
@@ -103,18 +104,24 @@ def test_restarted_workers_find_each_other_again(tmp_path):
     assert "all workers are started again (1 of 1)" in done.stderr
 
 
-def test_ctrl_c_ends_everything(tmp_path):
+def start_waiting(folder: Path) -> subprocess.Popen[str]:
+    """A job whose workers all wait; their process ids are names of files."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "gradwire", "run", *ROLES, PROGRAMS, "wait", tmp_path],
+        [sys.executable, "-m", "gradwire", "run", *ROLES, PROGRAMS, "wait", folder],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     deadline = time.monotonic() + SOON_S
-    while len(list(tmp_path.iterdir())) < 3:
+    while len(list(folder.iterdir())) < 3:
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.02)
+    return process
+
+
+def test_ctrl_c_ends_everything(tmp_path):
+    process = start_waiting(tmp_path)
 
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -126,6 +133,24 @@ def test_ctrl_c_ends_everything(tmp_path):
     assert time.monotonic() - start < 10
     for path in tmp_path.iterdir():
         assert not Path(f"/proc/{path.name.split('-')[1]}").exists()
+
+
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path):
+    process = start_waiting(tmp_path)
+
+    process.kill()
+    process.communicate(timeout=SOON_S)
+
+    pids = [int(path.name.split("-")[1]) for path in tmp_path.iterdir()]
+    wait_until(lambda: not any(_is_running(pid) for pid in pids), "no worker is left")
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from gradwire._config import NAME_VARIABLE, ROLES_VARIABLE, RpcBackendOptions
 from gradwire.launch._roles import Worker
 from gradwire.rpc.extension import describe
 
-__all__ = ["Report", "run"]
+__all__ = ["Report", "end_after", "run"]
 
 
 class Report(NamedTuple):
@@ -40,7 +40,9 @@ def run(
     is_forked: bool,
 ) -> None:
     """Is this worker: joins the group, runs the function, serves until all are done."""
-    _end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        end_after(parent.join)
     os.environ.update(
         {
             ROLES_VARIABLE: roles,
@@ -76,14 +78,11 @@ def _send(connection: multiprocessing.connection.Connection, report: Report) -> 
     connection.send_bytes(pickle.dumps(report))
 
 
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its children."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
+def end_after(wait_for_parent: Callable[[], object]) -> None:
+    """Ends this process with its parent: one that is killed cannot end its children."""
 
     def watch() -> None:
-        parent.join()
+        wait_for_parent()
         os._exit(1)
 
     threading.Thread(target=watch, name="gradwire-parent-watch", daemon=True).start()

@@ -152,7 +152,7 @@ def _launch(job: Job, logs: _Logs, output: Output) -> int:
     config.run_id = config.run_id or "gradwire"
     config.logs_specs = logs
     config.shutdown_timeout = _END_S
-    command = ["-u", "-m", "gradwire.launch._worker", *job.program]
+    command = ["-u", "-m", "gradwire.launch._worker", str(os.getpid()), *job.program]
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:

@@ -6,6 +6,7 @@ the others print: it is written to the file that the launcher has named, which s
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -19,24 +20,39 @@ from typing import Any
 from gradwire import _program
 from gradwire._config import NAME_VARIABLE
 from gradwire.errors import PeerLostError
+from gradwire.launch._child import end_after
 from gradwire.launch._roles import this_worker
 
 __all__ = ["main"]
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
+_LOOK_S = 0.5
+
 
 def main(arguments: list[str]) -> None:
-    """Runs a program under the name that follows from the rank."""
+    """Runs a program under the name that follows from the rank.
+
+    Args:
+        arguments: The process id of the launcher, then the program and its arguments.
+    """
+    launcher, *program = arguments
+    end_after(functools.partial(_wait_for_end_of, int(launcher)))
     os.environ[NAME_VARIABLE] = this_worker().name
     try:
-        _program.run_program(arguments)
+        _program.run_program(program)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if not _record(error):
             raise
         sys.exit(1)
+
+
+def _wait_for_end_of(parent: int) -> None:
+    # The parent may be gone already; a process that has none is given another one.
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
 
 
 def _record(error: Exception) -> bool:
