@@ -68,6 +68,21 @@ def wait() -> None:
     time.sleep(PATIENCE_S)
 
 
+def be_killed_without_a_name() -> None:
+    os.kill(os.getpid(), signal.SIGRTMIN + 6)
+
+
+def print_before_and_after() -> None:
+    print("before")
+    mark = Path(sys.argv[2])
+    deadline = time.monotonic() + PATIENCE_S
+    while not mark.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    print("after")
+    print("on stderr", file=sys.stderr)
+
+
 def report() -> str:
     print(f"I am {rpc.get_worker_info().name}")
     return "done"

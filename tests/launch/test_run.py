@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -92,6 +94,35 @@ def test_killed_worker_is_named():
     )
 
 
+def test_signal_without_a_name_is_reported():
+    done = run("--role", "w=1", PROGRAMS, "be_killed_without_a_name")
+
+    assert done.returncode == 128 + signal.SIGRTMIN + 6
+    assert f"it was killed by signal {signal.SIGRTMIN + 6}" in done.stderr
+
+
+def test_reader_that_goes_away_does_not_end_the_job(tmp_path):
+    mark, folder = tmp_path / "go_on", tmp_path / "temporary"
+    folder.mkdir()
+    command = ["--role", "w=1", PROGRAMS, "print_before_and_after", mark]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradwire", "run", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[w] before\n"
+    process.stdout.close()
+    mark.touch()
+    _, text = process.communicate(timeout=SOON_S)
+
+    assert process.returncode == 0
+    assert text == "[w] on stderr\n"
+    assert list(folder.iterdir()) == []
+
+
 def test_restarted_workers_find_each_other_again(tmp_path):
     done = run("--max-restarts", "1", *ROLES, PROGRAMS, "fail_once", tmp_path)
 
@@ -153,6 +184,32 @@ def _is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def test_hosts_that_start_too_few_workers_together_are_told():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = ["--role", "w=3", "--nnodes", "2", "--nproc-per-node", "1"]
+    jobs = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "gradwire", "run", *command),
+                *("--rdzv-endpoint", f"127.0.0.1:{port}", PROGRAMS, "train"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GRADWIRE_SECRET": "s" * 32},
+        )
+        for _ in range(2)
+    ]
+    try:
+        texts = [job.communicate(timeout=SOON_S)[1] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+
+    assert [job.returncode for job in jobs] == [1, 1]
+    assert any("w=3 have 3 workers on all hosts together, but 2" in t for t in texts)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -160,9 +217,17 @@ def _is_running(pid: int) -> bool:
         (["--role", "ps=1", "--role", "ps=2", "x.py"], "given twice"),
         (["--role", "ps=1", "no_such_file.py"], "no script 'no_such_file.py'"),
         (
-            ["--role", "a=3", "--nnodes", "2", "--rdzv-endpoint", "h:1", str(PROGRAMS)],
+            ["--role", "a=4", "--nnodes", "2", "--rdzv-endpoint", "h:1", str(PROGRAMS)],
             "need certificates",
         ),
+        (
+            ["--role", "a=2", "--nproc-per-node", "1", str(PROGRAMS)],
+            "a=2 have 2 workers on all hosts together, but 1 are started",
+        ),
+        (["--role", f"{'a' * 126}=2", str(PROGRAMS)], "shorter than 128 characters"),
+        (["--nnodes", "0", str(PROGRAMS)], "--nnodes must be at least 1, found 0"),
+        (["--nproc-per-node", "0", str(PROGRAMS)], "--nproc-per-node must be at least"),
+        (["--max-restarts", "-1", str(PROGRAMS)], "at least 0, found -1"),
     ],
 )
 def test_wrong_commands_are_refused(arguments, text, capsys, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from gradwire.errors import UsageError
 from gradwire.launch import _roles
 
 __all__ = ["add_to"]
@@ -71,6 +72,9 @@ def _run(options: argparse.Namespace) -> int:
     # The launcher of torch takes a second to import.
     from gradwire.launch._run import Job, run_job  # noqa: PLC0415
 
+    _check_at_least(1, "--nnodes", options.nnodes)
+    _check_at_least(1, "--nproc-per-node", options.nproc_per_node)
+    _check_at_least(0, "--max-restarts", options.max_restarts)
     num_here = options.nproc_per_node
     roles = (
         _roles.parse_roles(options.role)
@@ -96,3 +100,8 @@ def _run(options: argparse.Namespace) -> int:
             options.log_dir,
         )
     )
+
+
+def _check_at_least(least: int, name: str, found: int | None) -> None:
+    if found is not None and found < least:
+        raise UsageError(f"{name} must be at least {least}, found {found}")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["Output"]
+__all__ = ["Output", "say"]
 
 _LOOK_S = 0.05
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 _MOST_BYTES = 1 << 20
+
+
+def say(text: str) -> None:
+    """Tells the user something in the name of the launcher."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            _write(sys.stderr, f"gradwire: {text}\n")
 
 
 class Output:
@@ -35,8 +44,10 @@ class Output:
         )
         self._thread.start()
 
-    def follow(self, name: str, path: str, stream: TextIO) -> None:
+    def follow(self, name: str, path: str, stream: TextIO | None) -> None:
         """Shows what a worker writes to a file from now on."""
+        if stream is None:
+            return  # this process was started without it
         with self._lock:
             self._colours.setdefault(name, _COLOURS[len(self._colours) % len(_COLOURS)])
             self._files.append(_File(name, Path(path), stream))
@@ -58,11 +69,17 @@ class Output:
                 self._show_all(to_the_end=False)
 
     def _show_all(self, *, to_the_end: bool) -> None:
-        for file in self._files:
-            while lines := file.read_lines(to_the_end=to_the_end):
-                prefix = self._prefix(file)
-                file.stream.write("".join(f"{prefix}{line}\n" for line in lines))
-                file.stream.flush()
+        for file in list(self._files):
+            try:
+                while lines := file.read_lines(to_the_end=to_the_end):
+                    prefix = self._prefix(file)
+                    _write(file.stream, "".join(f"{prefix}{line}\n" for line in lines))
+            except OSError as error:
+                # The end of this stream; the workers and their other streams go on.
+                ended = file.stream
+                self._files = [f for f in self._files if f.stream is not ended]
+                if not isinstance(error, BrokenPipeError):
+                    say(f"{ended.name} is not shown any more: {error}")
 
     def _prefix(self, file: _File) -> str:
         text = f"[{file.name}]".ljust(self._width + 3)
@@ -87,11 +104,33 @@ class _File:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 data = file.read(_MOST_BYTES)
-        except FileNotFoundError:
-            return []  # not begun yet
+        except OSError:
+            return []  # not begun yet, or out of reach for now
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         if to_the_end and not data and self._rest:
             lines.append(self._rest)
             self._rest = b""
         return [line.decode(errors="replace") for line in lines]
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Writes what can be written in the stream's encoding; the rest as escapes."""
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except OSError:
+        # What is in its buffer would fail once more when the process ends, and change
+        # its exit status.
+        with contextlib.suppress(OSError):
+            _discard(stream.fileno())
+        raise
+
+
+def _discard(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, descriptor)
+    finally:
+        os.close(nowhere)

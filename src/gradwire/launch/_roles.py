@@ -58,6 +58,7 @@ def check_roles(roles: object) -> dict[str, int]:
                 f"the name of a role must not end with a digit, found {name!r}: the workers "
                 "of a role are told apart by numbers"
             )
+        check_worker_name(_name_of(name, count - 1, count))
     return dict(roles)
 
 
@@ -87,13 +88,16 @@ def worker_of(roles: Mapping[str, int], rank: int) -> Worker:
     index = rank
     for role, count in roles.items():
         if 0 <= index < count:
-            name = role if count == 1 else f"{role}:{index}"
-            return Worker(name, role, index, rank, world_size)
+            return Worker(_name_of(role, index, count), role, index, rank, world_size)
         index -= count
     raise UsageError(
         f"the roles {format_roles(roles)} have {world_size} workers, so there is no rank "
         f"{rank}; is the number of processes that of the roles?"
     )
+
+
+def _name_of(role: str, index: int, count: int) -> str:
+    return role if count == 1 else f"{role}:{index}"
 
 
 def this_worker() -> Worker:

@@ -39,9 +39,10 @@ from gradwire._config import (
     find_secret,
     find_tls,
 )
-from gradwire.errors import LaunchError, UsageError
-from gradwire.launch._output import Output
+from gradwire.errors import GradwireError, LaunchError, UsageError
+from gradwire.launch._output import Output, say
 from gradwire.launch._roles import format_roles, worker_of
+from gradwire.launch._spawn import describe_end
 
 __all__ = ["Job", "run_job"]
 
@@ -74,6 +75,8 @@ class Job:
         """How many workers run on this host."""
         total = sum(self.roles.values())
         if self.workers_per_node is not None:
+            if self.num_nodes == 1:
+                self.check_size(self.workers_per_node)
             return self.workers_per_node
         if total % self.num_nodes:
             raise UsageError(
@@ -81,6 +84,16 @@ class Job:
                 "on each host how many run there: --nproc-per-node N"
             )
         return total // self.num_nodes
+
+    def check_size(self, found: int) -> None:
+        """All hosts together must start the workers of the roles: no more, no fewer."""
+        total = sum(self.roles.values())
+        if found != total:
+            raise UsageError(
+                f"the roles {format_roles(self.roles)} have {total} workers on all hosts "
+                f"together, but {found} are started: the numbers of --nproc-per-node must "
+                f"add up to {total}"
+            )
 
 
 def run_job(job: Job) -> int:
@@ -93,6 +106,7 @@ def run_job(job: Job) -> int:
         UsageError: The job cannot be run as it was described.
     """
     _check_program(job.program)
+    num_here = job.num_here()
     _ensure_secret(job.num_nodes)
     os.environ[ROLES_VARIABLE] = format_roles(job.roles)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -100,12 +114,13 @@ def run_job(job: Job) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     folder = job.log_folder or tempfile.mkdtemp(prefix="gradwire-")
     names = [worker_of(job.roles, r).name for r in range(sum(job.roles.values()))]
-    output = Output(max(map(len, names)))
-    logs = _Logs(folder, job, output)
     try:
-        return _launch(job, logs, output)
+        output = Output(max(map(len, names)))
+        try:
+            return _launch(job, num_here, _Logs(folder, job, output), output)
+        finally:
+            output.close()
     finally:
-        output.close()
         if job.log_folder is None:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -134,12 +149,14 @@ def _ensure_secret(num_nodes: int) -> None:
     os.environ["GRADWIRE_SECRET"] = secrets.token_hex(32)
 
 
-def _launch(job: Job, logs: _Logs, output: Output) -> int:
+def _launch(job: Job, num_here: int, logs: _Logs, output: Output) -> int:
     arguments = get_args_parser().parse_args(
         [
             f"--nnodes={job.num_nodes}",
-            f"--nproc-per-node={job.num_here()}",
+            f"--nproc-per-node={num_here}",
             f"--max-restarts={job.max_restarts}",
+            # Else torch makes one that stays.
+            f"--log-dir={logs.root_log_dir}",
             *(
                 job.torch_options
                 or ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
@@ -161,8 +178,10 @@ def _launch(job: Job, logs: _Logs, output: Output) -> int:
     except SignalException as error:
         output.flush()
         name = signal.Signals(error.sigval).name
-        print(f"gradwire: ended by {name}; all workers are ended", file=sys.stderr)
+        say(f"ended by {name}; all workers are ended")
         return 128 + int(error.sigval)
+    except GradwireError:
+        raise
     except (RuntimeError, TimeoutError, ConnectionError) as error:
         raise LaunchError(f"the launcher of torch failed: {error}") from error
     return 0
@@ -184,11 +203,13 @@ class _Logs(DefaultLogsSpecs):
         if self._attempt:
             self._output.flush()
             self.report({})
-            _say(
+            say(
                 f"all workers are started again ({self._attempt} of "
                 f"{self._job.max_restarts})"
             )
         self._attempt += 1
+        for env in envs.values():
+            self._job.check_size(int(env["WORLD_SIZE"]))
         destination: LogsDest = super().reify(envs)
         self._error_files = {}
         for local_rank, env in envs.items():
@@ -213,11 +234,9 @@ class _Logs(DefaultLogsSpecs):
         if not reports:
             return 1
         first, *others = reports
-        _say(
-            f"worker {first.name!r} failed first{first.how}:\n\n{first.trace}".rstrip()
-        )
+        say(f"worker {first.name!r} failed first{first.how}:\n\n{first.trace}".rstrip())
         for other in others:
-            _say(f"worker {other.name!r} failed then{other.how}: {other.text}")
+            say(f"worker {other.name!r} failed then{other.how}: {other.text}")
         return first.status
 
 
@@ -247,13 +266,13 @@ class _Failure:
     @property
     def text(self) -> str:
         if self.report is None:
-            return _describe_end(self.status_of_process)
+            return f"it {describe_end(self.status_of_process)}"
         return str(self.report["message"]["message"]).partition("\n")[0]
 
     @property
     def trace(self) -> str:
         if self.report is None:
-            return _describe_end(self.status_of_process)
+            return f"it {describe_end(self.status_of_process)}"
         return str(self.report["message"]["extraInfo"]["py_callstack"])
 
     @property
@@ -266,12 +285,6 @@ class _Failure:
         return code if code > 0 else 128 - code
 
 
-def _describe_end(code: int) -> str:
-    if code >= 0:
-        return f"it ended with exit code {code}"
-    return f"it was killed by {signal.Signals(-code).name}"
-
-
 def _read(path: str) -> dict[str, Any] | None:
     try:
         report: dict[str, Any] = json.loads(Path(path).read_text())
@@ -279,7 +292,3 @@ def _read(path: str) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return report
-
-
-def _say(text: str) -> None:
-    print(f"gradwire: {text}", file=sys.stderr, flush=True)

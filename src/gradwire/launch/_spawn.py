@@ -31,7 +31,7 @@ from gradwire.launch._roles import (
 )
 from gradwire.rpc.extension import rebuild
 
-__all__ = ["main", "spawn"]
+__all__ = ["describe_end", "main", "spawn"]
 
 _GRACE_S = 0.5  # within which workers fail because of each other
 _END_S = 3.0  # for a worker that was asked to end
@@ -244,7 +244,7 @@ class _Child:
             return None
         return LaunchError(
             f"worker {self.worker.name!r} (process {self.process.pid}) "
-            f"{_describe_end(code)} before it was done; what it printed may say why",
+            f"{describe_end(code)} before it was done; what it printed may say why",
             worker=self.worker.name,
         )
 
@@ -254,7 +254,8 @@ class _Child:
         return self.reports[0].at if self.reports else 0.0
 
 
-def _describe_end(code: int) -> str:
+def describe_end(code: int) -> str:
+    """What the exit code of a process says."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):
