@@ -33,7 +33,7 @@ from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import readiness
 from gradwire.transport import Channel, Connection, Limits, Listener, Transport
 
-__all__ = ["Acceptor", "Dialer", "limits_of"]
+__all__ = ["Acceptor", "Dialer", "limits_of", "nobody_listens"]
 
 _READ_BYTES = 16 << 10
 _SLICE_S = 0.05  # how long a wait for the other side lasts before it looks around
@@ -112,7 +112,7 @@ class Dialer:
             The connection, and how far the peer's clock is ahead of ours.
 
         Raises:
-            ConnectError: Nobody is there.
+            ConnectError: Nobody is there; see `nobody_listens`.
             ConnectTimeout: Not in time.
             HandshakeRefused: One side did not want the other.
             ClosedError: This worker goes away.
@@ -122,8 +122,9 @@ class Dialer:
         try:
             transport = self._transports[scheme]
             channel = interruptible(transport.connect, record.addresses[scheme], left)
-        except ConnectError as error:
-            raise ConnectError(
+        except (ConnectError, ConnectTimeout) as error:
+            kind = ConnectError if isinstance(error, ConnectError) else ConnectTimeout
+            raise kind(
                 f"cannot connect to worker {record.name!r} (rank {record.rank}) by {scheme} "
                 f"at {record.addresses[scheme]}: {error}",
                 worker=record.name,
@@ -180,6 +181,17 @@ class Dialer:
         offset = handshake.peer.clock - time.monotonic()
         limits = limits_of(self._options, is_same_user=channel.peer_is_same_user)
         return channel.upgrade(limits, handshake.leftover), offset
+
+
+def nobody_listens(error: BaseException) -> bool:
+    """Whether dialing has shown that no process has the worker's address any more.
+
+    All else says little about the worker: it may be cut off, stopped or overrun.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ConnectionRefusedError):
+        cause = cause.__cause__
+    return cause is not None
 
 
 def _certificate_of(channel: Channel) -> _handshake.ObjectionTo | None:

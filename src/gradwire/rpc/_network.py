@@ -23,6 +23,7 @@ from gradwire.errors import (
     HandshakeRefused,
     NotInitialized,
     PeerLostError,
+    RemoteProtocolError,
     TransportError,
     UnknownWorker,
 )
@@ -124,6 +125,7 @@ class Network:
         self._guests: dict[Peer, Peer | None] = {}
         self._closed = False
         self._introduction = b""  # what those whom we dial are told
+        self._told_of: set[int] = set()  # incarnations with a stranger at their address
 
     # ------------------------------------------------------------------- beginning
 
@@ -515,14 +517,33 @@ class Network:
                     return False
                 if error.code == _handshake.SERIALIZER:
                     return True  # it lives; the rendezvous says what is wrong
+                if error.code == _handshake.CERTIFICATE:
+                    self._tell_of_stranger(record, error)
+                    return False
                 if error.code != _handshake.TAKEN or time.monotonic() > limit:
                     raise
                 # It has not noticed yet that our earlier life is over.
                 time.sleep(_AGAIN_S)
+            except RemoteProtocolError as error:
+                self._tell_of_stranger(record, error)
+                return False
             except (ConnectError, ConnectTimeout, PeerLostError):
                 return False
             else:
                 return True
+
+    def _tell_of_stranger(self, record: WorkerRecord, error: GradwireError) -> None:
+        """Somebody answers for a worker who is none of the group: it may be long dead."""
+        if record.incarnation not in self._told_of:
+            self._told_of.add(record.incarnation)
+            _log.warning(
+                "worker %s takes worker %s (rank %d) for gone, for it is somebody else "
+                "who answers at its address: %s",
+                self._info.name,
+                record.name,
+                record.rank,
+                error,
+            )
 
     def meet(self, record: WorkerRecord, dial_until: float = _NEVER) -> None:
         """Connects to the worker of a record."""
@@ -547,13 +568,13 @@ class Network:
             if peer.link is None and peer.end("it does not answer"):
                 self._remove(peer)
 
-    def miss(self, record: WorkerRecord) -> None:
+    def miss(self, record: WorkerRecord, why: Exception) -> None:
         """The worker of a record may live, but is out of reach: it can be sought later."""
         with self._lock:
             peer = self._peers.get(record.rank)
             if peer is None or peer.incarnation != record.incarnation:
                 return
-            if peer.link is None and peer.end("it does not answer"):
+            if peer.link is None and peer.end(f"it does not answer ({why})"):
                 peer.is_mourned = True  # there was nothing between us yet
 
     def probe(self, record: WorkerRecord, dial_until: float = _NEVER) -> bool:

@@ -4,19 +4,24 @@ What the store holds, all under the prefix of the group:
 
     rank_of/<name>, name_of/<rank>   who is who, for the life of the group
     next_rank                        ranks that were handed out
+    life/<rank>                      record of the worker that has the rank, or had it last
     entries, entry/<i>               records of workers, in the order of their joining
 
-A worker first posts its record and then reads those of all others, so of two that join
-at the same time at least one sees the other. It connects to all that it finds, and that
-is how they learn of it; from then on the connection tells when it is gone. So there is
-no lock that a dying worker could keep, and nobody waits for anybody who is not there.
+A worker first takes the place of its earlier life, in one step and only if that is over;
+so of two that have the same name one fails before anybody else hears of it. Then it posts
+its record and reads those of all others, so of two that join at the same time at least
+one sees the other. It connects to all that it finds, and that is how they learn of it;
+from then on the connection tells when it is gone. So there is no lock that a dying worker
+could keep, and nobody waits for anybody who is not there.
 
 An entry belongs to one life of one worker and is never written again. Whoever finds that
-nobody listens any more at its addresses deletes it.
+nobody listens any more at its addresses deletes it. For all other trouble the entry stays:
+its worker may live, and be reached by others.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -33,6 +38,7 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.rpc import _handshake
+from gradwire.rpc._connect import nobody_listens
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._records import WorkerRecord, encode_record, parse_record
 from gradwire.rpc._store import StoreThread, read_key
@@ -147,6 +153,8 @@ class OpenGroup:
         self._network = network
         self._timeout_s = timeout_s
         self._submit = submit
+        self._text = encode_record(record)
+        self._life_key = f"life/{record.rank}"
         self._number = 0  # of our entry
         self._deadline = 0.0
 
@@ -161,7 +169,7 @@ class OpenGroup:
         self._deadline = time.monotonic() + self._timeout_s
         with StoreThread() as thread:
             try:
-                self._refuse_twins(self._call(thread, self._read_entries))
+                self._take_place(thread)
                 self._call(thread, self._post)
                 others = self._call(thread, self._read_entries)
                 stale = self._meet_all(others)
@@ -184,7 +192,7 @@ class OpenGroup:
 
     def _post(self) -> None:
         self._number = int(self._store.add("entries", 1))
-        self._store.set(_entry_key(self._number), encode_record(self._record))
+        self._store.set(_entry_key(self._number), self._text)
         # A TCP store does not confirm ``set``, but it answers ``add`` after it.
         self._store.add("entries", 0)
 
@@ -202,27 +210,44 @@ class OpenGroup:
             self._store.delete_key(_entry_key(number))
 
     def _clean_up(self, thread: StoreThread) -> None:
-        if not self._number:
-            return
+        def delete() -> None:
+            if self._number:
+                self._delete([self._number])
+            self._swap_life(self._text, "")  # unless it is somebody else's
+
         try:
-            thread.call(lambda: self._delete([self._number]), timeout_s=_LEAVE_S)
+            thread.call(delete, timeout_s=_LEAVE_S)
         except GradwireError as error:
             # Whoever finds the entry notices that nobody listens any more.
             _log.debug("worker %r left its entry behind: %s", self._record.name, error)
 
-    # --------------------------------------------------------------------------- meeting
+    def _swap_life(self, expected: str, desired: str) -> bytes:
+        return bytes(self._store.compare_set(self._life_key, expected, desired))
 
-    def _refuse_twins(self, entries: dict[int, WorkerRecord]) -> None:
-        me = self._record
-        for record in entries.values():
-            if (me.name == record.name or me.rank == record.rank) and (
-                self._network.probe(record)
-            ):
+    def _take_place(self, thread: StoreThread) -> None:
+        """Makes this life the one of our rank, unless a living worker has it.
+
+        Names and ranks belong together, see `claim_rank`; so that is our name as well.
+        """
+        me, expected = self._record, ""
+        while True:
+            swap = functools.partial(self._swap_life, expected, self._text)
+            found = self._call(thread, swap)
+            if found == self._text.encode():
+                return
+            if not found or found == expected.encode():
+                expected = ""  # whoever was there has left meanwhile
+                continue
+            holder = parse_record(found, self._life_key)
+            if self._network.probe(holder):
                 raise UsageError(
-                    f"worker {record.name!r} of rank {record.rank} is in the group and "
+                    f"worker {holder.name!r} of rank {holder.rank} is in the group and "
                     f"alive, so worker {me.name!r} of rank {me.rank} cannot join; give "
                     "every worker a name and a rank of its own"
                 )
+            expected = found.decode()
+
+    # --------------------------------------------------------------------------- meeting
 
     def _meet_all(self, entries: dict[int, WorkerRecord]) -> list[int]:
         """Connects to all at once; returns the numbers of entries that are stale."""
@@ -249,7 +274,7 @@ class OpenGroup:
         """Connects to a worker; False if its record is stale."""
         me, other = self._record, record
         if me.name == other.name or me.rank == other.rank:
-            return False  # an earlier life of ours: `_refuse_twins` has looked
+            return False  # an earlier life of ours: `_take_place` has looked
         limit = min(self._deadline, time.monotonic() + _ANOTHER_LIFE_S)
         while self._network.is_connected_to_another_life(record):
             # Either that one is over, which is noticed in a moment, or it came after
@@ -265,25 +290,33 @@ class OpenGroup:
                 if error.code == _handshake.TAKEN and time.monotonic() < self._deadline:
                     time.sleep(_AGAIN_S)
                     continue
+                if error.code == _handshake.CERTIFICATE:
+                    self._miss(record, error)  # of another group, or misconfigured
+                    return True
                 self._network.forget(record)
                 if error.code == _handshake.CLOSING:
                     return True  # it deletes its entry itself
                 if error.code == _handshake.IDENTITY:
                     return False  # somebody else has its address by now
                 raise
-            except (ConnectTimeout, PeerLostError) as error:
-                self._network.miss(record)
-                _log.warning(
-                    "worker %s does not reach worker %s of its group: %s",
-                    me.name,
-                    other.name,
-                    error,
-                )
-                return True  # it may only be slow
-            except ConnectError:
-                self._network.forget(record)
-                return False
+            except (ConnectError, ConnectTimeout) as error:
+                if nobody_listens(error):
+                    self._network.forget(record)
+                    return False
+                self._miss(record, error)
+            except (PeerLostError, RemoteProtocolError) as error:
+                self._miss(record, error)
             return True
+
+    def _miss(self, record: WorkerRecord, error: GradwireError) -> None:
+        """Joins without a worker that others may reach, or that may only be slow."""
+        self._network.miss(record, error)
+        _log.warning(
+            "worker %s joins without worker %s of its group, which it does not reach: %s",
+            self._record.name,
+            record.name,
+            error,
+        )
 
 
 class _Meeting:

@@ -103,7 +103,9 @@ class InprocTransport(Transport):
         if listener is None:
             ours.close()
             theirs.close()
-            raise ConnectError(f"nobody listens on inproc address {address!r}")
+            raise ConnectError(
+                f"nobody listens on inproc address {address!r}"
+            ) from ConnectionRefusedError()
         return ours
 
 

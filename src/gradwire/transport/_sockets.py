@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from gradwire.errors import ConnectError
+from gradwire.errors import ConnectError, ConnectTimeout
 from gradwire.transport._stream import (
     ANCILLARY_BYTES,
     CLOEXEC,
@@ -178,6 +178,9 @@ def connect_socket(sock: socket.socket, address: object, timeout_s: float) -> No
     try:
         sock.settimeout(max(timeout_s, 0.001))
         sock.connect(address)  # type: ignore[arg-type]
+    except TimeoutError as error:
+        sock.close()
+        raise ConnectTimeout("there was no answer in time") from error
     except OSError as error:
         sock.close()
         raise ConnectError(str(error)) from error
