@@ -18,7 +18,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from gradwire._config import RpcBackendOptions, find_secret
 from gradwire._ids import WorkerInfo, check_rank, check_worker_name
@@ -54,6 +54,7 @@ from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
 from gradwire.transport import Frame
+from gradwire.transport._forks import keep_from_children
 from gradwire.wire import (
     AllowedModules,
     Call,
@@ -152,6 +153,7 @@ class Agent:
         self.expire = caller.expire
         self._lock = threading.Lock()  # guards `_closed`: it ends once
         self._closed = False
+        keep_from_children(self)
 
     def start(self) -> WorkerRecord:
         """Listens and starts the threads; returns what others need to find us."""
@@ -414,6 +416,19 @@ class Agent:
             **counters,
             **{k: v for i in self.interceptors for k, v in i.debug_info().items()},
         }
+
+    def abandon(self) -> None:
+        """See `keep_from_children`: what belongs to the parent cannot be used here."""
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise NotInitialized(
+                f"this process was forked from worker {self.info.name!r} and has none of "
+                "its connections; what that one holds can be used there only"
+            )
+
+        self._closed = self.network.is_closing = True
+        own: Any = self
+        own.call = own.call_async = own.make = own.wait_for = refuse
 
     def close(self, reason: str = "it shut down") -> list[str]:
         """Ends the agent: says goodbye, closes everything, joins the threads.

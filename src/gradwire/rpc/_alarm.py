@@ -7,6 +7,8 @@ import ctypes
 import os
 from typing import Any
 
+from gradwire.transport._forks import keep_from_children
+
 __all__ = ["Alarm", "make_alarm"]
 
 _CLOCK_MONOTONIC = 1
@@ -46,6 +48,7 @@ class Alarm:
             ctypes.POINTER(_Setting),
             ctypes.c_void_p,
         ]
+        keep_from_children(self)
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -65,7 +68,13 @@ class Alarm:
 
     def close(self) -> None:
         """Closes the descriptor."""
-        os.close(self._fileno)
+        fileno, self._fileno = self._fileno, -1
+        if fileno >= 0:
+            os.close(fileno)
+
+    def abandon(self) -> None:
+        """See `keep_from_children`."""
+        self.close()
 
 
 def make_alarm() -> Alarm | None:

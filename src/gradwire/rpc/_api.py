@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,13 +21,15 @@ from gradwire.rpc._open_group import MAX_SIZE, OpenGroup, claim_rank
 from gradwire.rpc._records import WorkerRecord
 from gradwire.rpc._rendezvous import Rendezvous
 from gradwire.rpc._schemes import find_credentials
-from gradwire.rpc._signals import shielded
+from gradwire.rpc._signals import shielded, use_this_thread
+from gradwire.rpc._spin import SpinGauge
 from gradwire.rpc._store import (
     OPEN,
     note_kind,
     open_store,
     open_store_of_open_group,
 )
+from gradwire.rpc._turn import forget_turn
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -61,6 +64,24 @@ class _Session(NamedTuple):
 _lock = threading.Lock()
 _session: _Session | None = None
 _is_starting = False
+# In a process that was forked: what it must not end, such as the server of a store.
+_parents: list[_Session] = []
+
+
+def _begin_as_a_child() -> None:
+    """A process that was forked is no worker, whatever its parent is."""
+    global _lock, _session, _is_starting
+    if _session is not None:
+        _parents.append(_session)
+    _lock, _session, _is_starting = threading.Lock(), None, False
+    serving_agent.set(None)
+    forget_turn()
+    use_this_thread()
+    SpinGauge._is_taken = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_as_a_child)
 
 
 def init_rpc(
@@ -496,9 +517,14 @@ def current_agent() -> Agent:
         return agent
     session = _session
     if session is None:
+        origin = "after shutdown() no call is possible."
+        if _parents:
+            parent = _parents[-1].agent.info.name
+            origin = (
+                f"this process was forked from worker {parent!r} and is none itself."
+            )
         raise NotInitialized(
-            "RPC has not been initialized. Call init_rpc() first; after shutdown() no call "
-            "is possible."
+            f"RPC has not been initialized. Call init_rpc() first; {origin}"
         )
     return session.agent
 

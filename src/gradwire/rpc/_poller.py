@@ -14,6 +14,8 @@ import threading
 from collections import deque
 from typing import NamedTuple, Protocol
 
+from gradwire.transport._forks import keep_from_children
+
 __all__ = ["Event", "Poller", "make_poller"]
 
 
@@ -66,6 +68,7 @@ class EpollPoller:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Edge-triggered and never read: each ring wakes one thread.
         self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)
+        keep_from_children(self)
 
     def add(self, fileno: int) -> None:
         self._epoll.register(fileno, select.EPOLLONESHOT)
@@ -104,7 +107,13 @@ class EpollPoller:
 
     def close(self) -> None:
         self._epoll.close()
-        os.close(self._bell)
+        bell, self._bell = self._bell, -1
+        if bell >= 0:
+            os.close(bell)
+
+    def abandon(self) -> None:
+        """See `keep_from_children`."""
+        self.close()
 
 
 class SelectorPoller:
@@ -125,6 +134,8 @@ class SelectorPoller:
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
         self._button.setblocking(False)
+        keep_from_children(self._bell)
+        keep_from_children(self._button)
         self._selector.register(self._bell, selectors.EVENT_READ)
 
     def add(self, fileno: int) -> None:

@@ -21,7 +21,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["interruptible", "may_be_of_a_signal", "shielded", "wait_in_slices"]
+__all__ = [
+    "interruptible",
+    "may_be_of_a_signal",
+    "shielded",
+    "use_this_thread",
+    "wait_in_slices",
+]
 
 _SLICE_S = 0.05
 
@@ -133,6 +139,13 @@ _no_shield = _NoShield()
 def shielded() -> _Shield | _NoShield:
     """A context in which signal handlers are put off; free on other threads."""
     return _shield if threading.get_ident() == _main_thread else _no_shield
+
+
+def use_this_thread() -> None:
+    """In a process that was forked: this thread is the main one, and not in a shield."""
+    global _main_thread  # noqa: PLW0603
+    _main_thread = threading.get_ident()
+    _shield.depth = 0
 
 
 def may_be_of_a_signal(error: BaseException) -> bool:

@@ -33,6 +33,7 @@ __all__ = [
     "about_to_compute",
     "call_for_help",
     "current_turn",
+    "forget_turn",
     "set_helper",
     "set_turn",
 ]
@@ -79,6 +80,11 @@ def current_turn() -> Turn | None:
 def set_turn(turn: Turn | None) -> None:
     """Begins or ends the turn of the current thread."""
     _local.turn = turn
+
+
+def forget_turn() -> None:
+    """The current thread has no turn, and nobody to help, in a process that was forked."""
+    _local.turn = _local.call_for_help = _local.resign = None
 
 
 def set_helper(helper: Callable[[], None], resign: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 
 from gradwire.errors import ConnectError
 from gradwire.transport import _segments
+from gradwire.transport._forks import keep_from_children
 from gradwire.transport._sockets import SocketChannel
 from gradwire.transport.base import Capabilities, Channel, Listener, Transport
 
@@ -46,6 +47,8 @@ class _InprocListener(Listener):
         self._waiting: deque[Channel] = deque()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
+        keep_from_children(self._bell)
+        keep_from_children(self._button)
         with _listeners_lock:
             if address in _listeners:
                 self._bell.close()

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from gradwire.errors import ConnectError, ConnectTimeout
+from gradwire.transport._forks import keep_from_children
 from gradwire.transport._stream import (
     ANCILLARY_BYTES,
     CLOEXEC,
@@ -42,6 +43,7 @@ class SocketChannel(Channel):
         self, scheme: str, sock: socket.socket, *, description: str, shares_memory: bool
     ) -> None:
         sock.setblocking(False)
+        keep_from_children(sock)
         self._scheme = scheme
         self._sock = sock
         self._description = description
@@ -125,6 +127,7 @@ class SocketListener(Listener):
         self, scheme: str, sock: socket.socket, address: str, *, shares_memory: bool
     ) -> None:
         sock.setblocking(False)
+        keep_from_children(sock)
         self.address = address
         self._scheme = scheme
         self._sock = sock

@@ -15,6 +15,7 @@ from typing import cast
 
 from gradwire._certificate_names import CertificateNames, names_in
 from gradwire.errors import ConnectError, GradwireError, HandshakeRefused
+from gradwire.transport._forks import keep_from_children
 from gradwire.transport._sockets import SocketListener, prepare_socket
 from gradwire.transport._stream import StreamConnection
 from gradwire.transport._tcp import open_connection, open_listener, parse_address
@@ -117,6 +118,7 @@ class TlsChannel(Channel):
     def __init__(
         self, sock: ssl.SSLSocket, description: str, *, host: str | None = None
     ) -> None:
+        keep_from_children(sock)
         self._sock = sock
         self._description = description
         self._host = host
