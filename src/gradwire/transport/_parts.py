@@ -75,11 +75,14 @@ class Tickets(Ticket):
 class Offer:
     """A frame that carries a descriptor beside its bytes."""
 
-    __slots__ = ("descriptor", "view")
+    __slots__ = ("descriptor", "mapping", "number", "view")
 
-    def __init__(self, data: bytes, descriptor: int) -> None:
+    def __init__(
+        self, data: bytes, descriptor: int, number: int, mapping: _segments.Mapping
+    ) -> None:
         self.view = memoryview(data)
         self.descriptor: int | None = descriptor
+        self.number, self.mapping = number, mapping  # of the segment
 
     def begin(self) -> None:
         self.finish()  # the descriptor went with the first byte

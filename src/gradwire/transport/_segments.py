@@ -26,18 +26,37 @@ from gradwire.errors import RemoteProtocolError
 if sys.platform == "linux":  # the module must import everywhere, and serve here
     import fcntl
 
-__all__ = ["BorrowedSegments", "LentSegments", "Mapping", "is_supported"]
+__all__ = [
+    "BorrowedSegments",
+    "LentSegments",
+    "Mapping",
+    "is_all_read",
+    "is_supported",
+]
 
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE if hasattr(mmap, "PROT_READ") else 0
 _IDLE_S = 30.0
 _MOST_RETURNED = 1024  # in one frame
 _SHED_BYTES = 16 << 20  # smaller segments are not worth the faults when they are filled
 _MADV_DONTNEED = 4
+_SIOCOUTQ = 0x5411
+# Descriptors that nobody has taken yet count against a limit that all processes of a user
+# share, as large as the limit of open files of one; and while they wait to be sent, they
+# are open here.
+_MOST_UNSEEN = 64
 
 
 def is_supported() -> bool:
     """Whether this platform has anonymous files that can be passed and sealed."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def is_all_read(fileno: int) -> bool:
+    """Whether the other end of a Unix socket has read all that was written to it."""
+    try:
+        return not any(fcntl.ioctl(fileno, _SIOCOUTQ, bytes(4)))
+    except OSError:
+        return False
 
 
 def _load_libc() -> ctypes.CDLL | None:
@@ -105,13 +124,15 @@ class LentSegments:
         self._free: OrderedDict[int, float] = OrderedDict()
         self._free_bytes = 0
         self._next = 1
+        self._last_seen = 0  # the receiver has this one, and so all before it
 
     def take(self, nbytes: int) -> tuple[int, Mapping, int | None] | None:
         """A segment of at least ``nbytes``.
 
         Returns:
             Number, mapping, and the descriptor to pass if the segment is new; None if
-            the system has no memory or descriptors for one.
+            the system has no memory or descriptors for one, or the receiver is far
+            behind (see `note_seen`).
         """
         best = 0
         best_size = 2 * nbytes + 1  # more than twice too large would waste it
@@ -123,7 +144,17 @@ class LentSegments:
             del self._free[best]
             self._free_bytes -= best_size
             return best, self._all[best], None
+        if self._next - self._last_seen > _MOST_UNSEEN:
+            return None
         return self._create(_round_up(nbytes))
+
+    def note_seen(self) -> None:
+        """The receiver has taken all segments that it was offered."""
+        self._last_seen = self._next - 1
+
+    def withdraw(self, number: int) -> None:
+        """A new segment could not be offered."""
+        self._all.pop(number, None)  # all are gone if the connection was closed
 
     def _create(self, size: int) -> tuple[int, Mapping, int | None] | None:
         try:
@@ -159,6 +190,7 @@ class LentSegments:
             )
         self._free[number] = now
         self._free_bytes += mapping.size
+        self._last_seen = max(self._last_seen, number)
 
     def trim(self, now: float) -> list[int]:
         """Forgets free segments over the limit or unused for long; returns their numbers."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -55,6 +56,7 @@ ANCILLARY_BYTES = (
     socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 )
 CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_TRUNCATED = getattr(socket, "MSG_CTRUNC", 0)
 _ANCILLARY_BYTES, _CLOEXEC = (ANCILLARY_BYTES,), (CLOEXEC,)  # for `map`
 
 
@@ -173,16 +175,22 @@ class StreamConnection(Connection):
             return 0
         with self._write_lock:
             taken = self._lent.take(nbytes)
+            if taken is None and not parts and self._is_all_read():
+                self._lent.note_seen()
+                taken = self._lent.take(nbytes)
         if taken is None:
             return 0
         number, mapping, descriptor = taken
         if descriptor is not None:
             offer = _DESCRIPTOR.pack(number, mapping.size)
-            parts.append(
-                Offer(_pack_header(len(offer), 0, _OFFER, _MARK) + offer, descriptor)
-            )
+            data = _pack_header(len(offer), 0, _OFFER, _MARK) + offer
+            parts.append(Offer(data, descriptor, number, mapping))
         _memory.copy(mapping.address, address, nbytes)
         return number
+
+    def _is_all_read(self) -> bool:
+        """Whether the peer has taken all that was sent, and so all descriptors."""
+        return not self._queue and _segments.is_all_read(self._fileno)
 
     def _returns(self) -> bytes:
         """A frame that gives segments back to the peer."""
@@ -232,6 +240,9 @@ class StreamConnection(Connection):
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS and type(queue[0]) is Offer:
+                self._stream_instead(queue[0])
+                return True  # whoever flushes finds that there is more
             self._abandon()
             # The reader wakes up, reads what the peer has said before (perhaps why it
             # closed), finds the end, and reports it.
@@ -273,6 +284,40 @@ class StreamConnection(Connection):
         if len(batch) == 1 or not hasattr(self._sock, "sendmsg"):
             return map(self._sock.send, batch[:1])
         return map(self._sock.sendmsg, (batch,))
+
+    def _stream_instead(self, offer: Offer) -> None:
+        """Has a tensor go through the stream, as its segment cannot be passed on now.
+
+        The kernel passes no more descriptors of this user until others were taken, perhaps
+        by processes that are stopped. The offer is the queue's begin; the frame is behind
+        it, and behind other offers for the same frame.
+        """
+        queue = self._queue
+        at = start = 0
+        while type(queue[at]) is Offer:
+            at += 1
+        data = queue[at]
+        if not isinstance(data, bytes):
+            raise AssertionError("a frame begins with bytes")
+        head_bytes, _, kind, _ = _unpack_header(data, 0)
+        if kind != _DATA:  # segments that are returned; the frame follows
+            start = _HEADER_BYTES + head_bytes
+        entry, place = start + _HEADER_BYTES, at
+        segment, nbytes = _DESCRIPTOR.unpack_from(data, entry)
+        while segment != offer.number:
+            place += not segment and nbytes > 0
+            entry += _DESCRIPTOR.size
+            segment, nbytes = _DESCRIPTOR.unpack_from(data, entry)
+        behind = entry + _DESCRIPTOR.size
+        changed = data[:entry] + _DESCRIPTOR.pack(0, nbytes) + data[behind:]
+        mapping = offer.mapping
+        bulk = Bulk((mapping.address, nbytes, mapping), self._write_lock)
+        # No call may come before the last of these: see `_take_frame`.
+        queue[at] = changed
+        del queue[0]
+        queue.insert(place, bulk)
+        offer.finish()
+        self._lent.withdraw(offer.number)
 
     def _forward(self) -> None:
         """Takes the bytes that were written off the queue.

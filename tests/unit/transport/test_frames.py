@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -9,6 +10,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -156,6 +158,79 @@ def test_golden_segment_is_received_and_returned():
         connection.housekeeping(time.monotonic())
 
         assert wire.recv(1000) == bytes.fromhex("00000008 0000 02 67 0000000000000005")
+
+
+# ----------------------------------------------------- descriptors that do not get through
+
+
+def read_away(connection: StreamConnection, wire: socket.socket) -> None:
+    """Reads all that was sent, as a peer that was stopped and goes on."""
+    while True:
+        try:
+            fds = socket.recv_fds(wire, 1 << 16, 10)[1]
+        except BlockingIOError:
+            if connection.flush() and not connection.num_queued:
+                return
+            continue
+        for fd in fds:
+            os.close(fd)
+
+
+def test_segments_that_the_peer_does_not_take_are_bounded():
+    limits = Limits(shared_memory_min_bytes=1)
+    with connected(limits, shares_memory=True) as (connection, wire):
+        for _ in range(2):
+            for _ in range(100):
+                connection.send(b"", [raw_buffer(tensor_of(b"abc"))])
+            bound = connection.counters()["segments"]
+            read_away(connection, wire)
+
+        assert connection.counters()["segments"] == bound == 2 * 64
+        connection.send(b"", [raw_buffer(tensor_of(b"abc"))])
+        assert connection.counters()["segments"] == bound + 1
+
+
+class Reluctant(socket.socket):
+    """A socket that passes some descriptors on, and has too many under way for others."""
+
+    refused: set[int]
+    num_offered = 0
+
+    def sendmsg(self, buffers: Any, ancdata: Any = (), *args: Any) -> int:
+        if ancdata:
+            self.num_offered += 1
+            if self.num_offered in self.refused:
+                raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        return super().sendmsg(buffers, ancdata, *args)
+
+
+@pytest.mark.parametrize("refused", [{1}, {2}, {3}, {1, 2}, {2, 3}, {1, 2, 3}])
+def test_tensor_whose_descriptor_is_refused_goes_through_the_stream(refused):
+    buffers = [b"abc", b"defgh", b"", b"ij", b"klmnop", b"qrstuvw"]
+    limits = Limits(shared_memory_min_bytes=4)
+    ours, theirs = socket.socketpair()
+    reluctant = Reluctant(fileno=ours.detach())
+    reluctant.refused = refused
+    first = StreamConnection("test", reluctant, limits, shares_memory=True)
+    second = StreamConnection("test", theirs, limits, shares_memory=True)
+    try:
+        # So that what is sent begins with segments that are returned.
+        second.send(b"", [raw_buffer(tensor_of(b"12345678"))])
+        receive_all(first)
+
+        for _ in range(2):
+            first.send(b"hi", [raw_buffer(tensor_of(data)) for data in buffers])
+            assert as_bytes(receive_all(second)) == [(b"hi", buffers)]
+            second.housekeeping(time.monotonic())
+            receive_all(first)
+
+        num_shared = 2 * 3 - len(refused)
+        assert first.counters()["segments"] == num_shared
+        assert first.counters()["segments_free"] == num_shared
+        assert second.counters()["segments_mapped"] == num_shared
+    finally:
+        first.close()
+        second.close()
 
 
 # -------------------------------------------------------------------- damaged frames
