@@ -830,6 +830,26 @@ def test_connections_are_accepted_again_when_there_are_descriptors(make_cluster)
     cluster.disturbed = True
 
 
+def test_tensor_for_which_no_descriptor_is_left_ends_the_connection_and_says_why(
+    make_cluster,
+):
+    cluster = make_cluster(2)
+    tensor = torch.ones(1 << 20)
+    assert cluster.run(0, call, "w1", functions.add, 1, 2) == 3
+    cluster.run(1, use_up_descriptors)
+    assert cluster.run(0, call, "w1", functions.add, 1, 2) == 3
+
+    with pytest.raises(PeerLostError, match="no file descriptor was left") as caught:
+        cluster.run(0, call, "w1", torch.numel, tensor)
+    assert "ulimit -n" in str(caught.value)
+    assert "protocol" not in str(caught.value)
+    cluster.run(1, free_descriptors)
+
+    assert cluster.run(0, rpc.wait_for_worker, "w1", 20).name == "w1"
+    assert cluster.run(0, call, "w1", torch.numel, tensor) == 1 << 20
+    cluster.disturbed = True
+
+
 def test_worker_with_another_secret_does_not_take_a_living_rank(
     blank_workers, make_cluster, tmp_path
 ):

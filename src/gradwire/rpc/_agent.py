@@ -314,6 +314,9 @@ class Agent:
     def link_ended(self, link: Link, reason: str) -> None:
         """See `LinkOwner`."""
         peer = self.network.peer_of(link)
+        if link.connection.broke_off:
+            with contextlib.suppress(GradwireError):
+                link.send(encode(Goodbye(reason, declared_lost=True)).head)
         if peer is not None and peer.link in (link, None):
             self.lose(peer, reason, left=peer.says_goodbye)
         self.network.drop_link(link)

@@ -57,6 +57,10 @@ ANCILLARY_BYTES = (
 )
 CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _TRUNCATED = getattr(socket, "MSG_CTRUNC", 0)
+_NO_DESCRIPTORS = (
+    "a tensor came in shared memory, and no file descriptor was left to take it with (too "
+    "many files are open, see ulimit -n)"
+)
 _ANCILLARY_BYTES, _CLOEXEC = (ANCILLARY_BYTES,), (CLOEXEC,)  # for `map`
 
 
@@ -103,6 +107,7 @@ class StreamConnection(Connection):
         self._bulk: IncomingBulk | None = None  # buffers of the frame being read
         self._long_filled = 0
         self._descriptors: deque[int] = deque(descriptors)
+        self._has_missed_some = False  # the kernel has dropped descriptors
         self._inbox: list[Frame] = []
 
         self._lent = _segments.LentSegments(limits.shared_memory_keep_bytes)
@@ -431,9 +436,10 @@ class StreamConnection(Connection):
     def _read(self, target: memoryview) -> int:
         """Bytes read into the target; 0 if there are none now, or at the end."""
         ancillary: list[tuple[int, int, bytes]] = []
+        flags = 0
         try:
             if self._shares_memory:  # Note [counted calls]
-                ((count, ancillary, _, _),) = map(
+                ((count, ancillary, flags, _),) = map(
                     self._sock.recvmsg_into, ((target,),), _ANCILLARY_BYTES, _CLOEXEC
                 )
             else:
@@ -451,6 +457,8 @@ class StreamConnection(Connection):
             self.end = self.end or self._write_failure or problem
             return 0
         self.bytes_received += count
+        if flags & _TRUNCATED:
+            self._has_missed_some = True
         if ancillary:
             self._keep_descriptors(ancillary)
         if not count:
@@ -587,6 +595,12 @@ class StreamConnection(Connection):
             raise RemoteProtocolError("the peer sent a malformed shared-memory frame")
         numbers = struct.unpack(f"!{len(head) // 8}Q", head)
         if kind == _OFFER:
+            if self._has_missed_some and not self._descriptors:
+                # What follows cannot be read without it.
+                self.end, self.broke_off = self.end or _NO_DESCRIPTORS, True
+                self._start = self._stop = 0
+                self.is_drained = True
+                return
             if len(numbers) != 2 or not self._descriptors:
                 raise RemoteProtocolError(
                     "the peer offered a segment without descriptor"

@@ -151,6 +151,8 @@ class Connection(ABC):
     """How many there were so far, those of frames that are not complete too."""
     end: str | None
     """Why nothing will ever come again, or None."""
+    broke_off = False
+    """It is not the peer that has ended it: it should be told why."""
 
     def shed(self) -> None:  # noqa: B027 - most have nothing to shed
         """Something long begins: keep no memory only because it may be used again."""
