@@ -490,7 +490,12 @@ class Rendezvous:
         silent = [] if absent or gone or stale else self._unconfirmed_ranks(view)
         parts = []
         if absent:
-            parts.append(f"{_ranks_text(absent)} not joined")
+            # Whoever is in a graceful shutdown has left the store, though it serves on.
+            is_running = any(record.active for record in view.records.values())
+            hint = " (or called shutdown, after which nobody can come back to it)"
+            parts.append(
+                f"{_ranks_text(absent)} not joined{hint if is_running else ''}"
+            )
         for ranks, text in (
             (stale, "left a record, but nobody answers at its addresses"),
             (silent, "has joined, but did not confirm"),

@@ -261,6 +261,13 @@ def test_missing_workers_are_named_and_nothing_stays(
     assert keys_left(watcher, 4) == []
 
 
+def test_worker_that_comes_back_to_one_in_shutdown_is_told_what_may_be_wrong(store):
+    post(store, make_record(1, active=True), 3)
+    with pytest.raises(ConnectTimeout, match="rank 0 has not joined") as caught:
+        rendezvous(store, 2, 3, contact=alive, timeout_s=0.1).join()
+    assert "(or called shutdown, after which nobody can come back" in str(caught.value)
+
+
 def test_one_missing_worker_is_named(store):
     with pytest.raises(ConnectTimeout, match=r"1 of 2 workers: rank 1 has not joined"):
         rendezvous(store, 0, 2, timeout_s=0.1).join()
