@@ -8,9 +8,9 @@ of torch's in the text, these come first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import MemberDescriptorType, TracebackType
 from typing import Any
 
 import torch
@@ -59,22 +59,37 @@ def as_torch_error(error: BaseException, words: str = "") -> BaseException:
     return _twin_of(type(error), error.args, error.__dict__, words, error)
 
 
-@contextmanager
-def torch_errors(function: Any = None) -> Iterator[None]:
+class torch_errors:
     """Errors that leave this block are as torch's.
+
+    A class: a generator cannot let a ``StopIteration`` out.
 
     Args:
         function: What is called in it.
     """
-    try:
-        yield
-    except Exception as error:
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Any = None) -> None:
+        self._function = function
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
         words = ""
-        if isinstance(error, TypeError) and _is_operator(function):
+        if isinstance(error, TypeError) and _is_operator(self._function):
             words = "Overloaded torch operator invoked from Python failed to match any schema"
         translated = as_torch_error(error, words)
         if translated is error:
-            raise
+            return
         # A fresh error, so that no frame refers to an exception that refers to it.
         try:
             raise translated from error.__cause__
@@ -107,19 +122,55 @@ def _twin_of(
     words: str,
     original: Exception | None = None,
 ) -> Exception:
+    # Past `__setattr__` of the class, which may refuse.
+    put = BaseException.__setattr__
+    twin: Exception
     try:
         twin_class: type[Exception] = _also_runtime_error(cls)  # type: ignore[arg-type]
-        twin: Any = twin_class.__new__(twin_class, *args)
-    except TypeError:  # two layouts that do not go together
-        twin = RuntimeError(f"{cls.__name__}: {original}")
+        twin = twin_class.__new__(twin_class, *args)
+        put(twin, "args", args)
+        _fill_in(twin, cls, args, original)
+    except Exception:  # two layouts that do not go together, or a class that refuses
+        text = f"{cls.__name__}: {_plain_text(args if original is None else original)}"
+        twin = RuntimeError(f"{words}: {text}" if words else text)
     twin.__dict__.update(state)
-    twin.args = args
-    twin._torch_words = words
+    twin.__dict__["_torch_words"] = words
     if original is not None:
-        twin.__cause__, twin.__context__ = original.__cause__, original.__context__
-        twin.__suppress_context__ = original.__suppress_context__
-        twin.__traceback__ = original.__traceback__
-    return twin  # type: ignore[no-any-return]
+        for name in ("__cause__", "__context__", "__suppress_context__"):
+            put(twin, name, getattr(original, name))
+        put(twin, "__traceback__", original.__traceback__)
+    return twin
+
+
+def _fill_in(
+    twin: Exception,
+    cls: type[Exception],
+    args: tuple[Any, ...],
+    original: Exception | None,
+) -> None:
+    """Sets what the builtin classes below keep beside ``args``, such as an errno."""
+    builtins = [c for c in cls.__mro__ if not c.__flags__ & _HEAP_TYPE]
+    builtins[0].__init__(twin, *args)  # type: ignore[misc]
+    if original is None:
+        return
+    for field in (field for c in builtins for field in vars(c).values()):
+        # One that was never set reads as None; set to that, it would show in texts.
+        if (
+            isinstance(field, MemberDescriptorType)
+            and field.__get__(original) is not None
+        ):
+            with contextlib.suppress(AttributeError, TypeError):  # it cannot be set
+                field.__set__(twin, field.__get__(original))
+
+
+_HEAP_TYPE = 1 << 9  # flag of classes that were made by Python code
+
+
+def _plain_text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return "its text cannot be made"
 
 
 @functools.lru_cache(maxsize=256)

@@ -37,6 +37,7 @@ NAMES = {
     ("torch.jit", "script"): f"{_OURS}.remote_module",
     # Looks for tensors behind references in what a module returns.
     ("torch.nn.parallel.distributed", "RRef"): f"{_OURS}.rpc.rref",
+    ("torch.futures", "collect_all"): f"{_OURS}.futures",
     ("torch.futures", "wait_all"): f"{_OURS}.futures",
     ("torch.autograd.profiler_legacy", "profile"): f"{_OURS}.rpc.profiling",
 }

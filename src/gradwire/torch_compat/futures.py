@@ -11,7 +11,7 @@ import torch
 from gradwire.rpc import Future
 from gradwire.torch_compat._errors import as_torch_error, torch_errors
 
-__all__ = ["TorchFuture", "adopt", "wait_all"]
+__all__ = ["TorchFuture", "adopt", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -29,6 +29,10 @@ class TorchFuture(Future[T], Generic[T]):
         """As `gradwire.rpc.Future.value`."""
         with torch_errors():
             return super().value()
+
+    def has_failed(self) -> bool:
+        """Whether it is done, with an error."""
+        return self._outcome.done and self._outcome.error is not None
 
     def then(self, callback: Callable[[Future[T]], S]) -> TorchFuture[S]:
         """As `gradwire.rpc.Future.then`; an error of the callback is a RuntimeError."""
@@ -61,6 +65,31 @@ def _as_runtime_error(error: Exception) -> BaseException:
     if isinstance(translated, RuntimeError):
         return translated
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_collect_all = torch.futures.collect_all
+
+
+def collect_all(
+    futures: list[torch.futures.Future[Any]],
+) -> TorchFuture[list[torch.futures.Future[Any]]]:
+    """A future of all these futures, done when they are; an error of one is its own.
+
+    Torch's own function knows our futures by what they have of torch's, and raises
+    errors as they came.
+    """
+    collected: TorchFuture[list[torch.futures.Future[Any]]] = TorchFuture()
+
+    def finish(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
+        try:
+            done.value()
+        except BaseException as error:
+            collected.set_exception(error.with_traceback(None))
+        else:
+            collected.set_result(list(futures))
+
+    _collect_all(futures).add_done_callback(finish)
+    return collected
 
 
 def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -11,9 +11,13 @@ from torch import nn
 import gradwire.nn
 import gradwire.rpc
 from gradwire.errors import UsageError
+from gradwire.torch_compat._errors import torch_errors
+from gradwire.torch_compat.futures import TorchFuture, adopt
 from gradwire.torch_compat.rpc.rref import adopt_reference
 
 __all__ = ["RemoteModule", "pack", "script", "unpack"]
+
+T = TypeVar("T")
 
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "on",
@@ -58,7 +62,14 @@ class _RemoteModule(gradwire.nn.RemoteModule):
         kwargs: dict[str, Any] | None = None,
         _module_interface_cls: Any = None,
     ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
+        try:
+            with torch_errors():
+                super().__init__(remote_device, module_cls, args, kwargs)
+        except ValueError as error:
+            # Torch lets the class of devices complain about a device that there is not.
+            if isinstance(error.__cause__, RuntimeError):
+                raise UsageError(str(error)) from error.__cause__
+            raise
         self.__dict__["is_scriptable"] = _module_interface_cls is not None
 
     @classmethod
@@ -89,6 +100,18 @@ class _RemoteModule(gradwire.nn.RemoteModule):
             generated_methods=(),
             module_rref=adopt_reference(module_rref),
         )
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> TorchFuture[Any]:
+        """As `forward`; returns a future at once."""
+        with torch_errors():
+            return adopt(super().forward_async(*args, **kwargs))
+
+    # As that of the class above.
+    forward_async._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _ask(self, function: Callable[..., T], *args: Any) -> T:
+        with torch_errors():
+            return super()._ask(function, *args)
 
     def __getattr__(self, name: str) -> Any:
         # One that was sent becomes a whole module when it is first used as one.

@@ -10,6 +10,13 @@ from gradwire.errors import CallTimeout, PeerLostError
 from gradwire.rpc.extension import describe, rebuild
 
 
+class Sealed(Exception):
+    """One that refuses to be changed."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set")
+
+
 def names() -> None:
     import torch.distributed
 
@@ -85,5 +92,12 @@ def errors() -> None:
         further = rebuild(describe(abroad, "w3"))
         assert isinstance(further, type(error))
     assert "RPC ran for more than" in str(as_torch_error(late))
+    sealed = as_torch_error(Sealed(3))
+    assert isinstance(sealed, Sealed)
+    assert isinstance(sealed, RuntimeError)
+    assert sealed.args == (3,)
+    missing = as_torch_error(FileNotFoundError(2, "not there", "a file"))
+    assert isinstance(missing, FileNotFoundError)
+    assert (missing.errno, missing.filename) == (2, "a file")
     value = ValueError("kept")
     assert as_torch_error(value) is value

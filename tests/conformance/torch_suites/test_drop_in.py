@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import cluster
-from conformance.torch_suites import drop_in_checks
+from conformance.torch_suites import drop_in_checks, drop_in_groups
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "drop_in_program.py"
 # Importing torch on a machine that has other things to do.
 LIMIT_S = 60
 CHECK_S = 20
+GROUP_S = 40
 
 
 def run(*arguments: str, cwd: Path = HERE) -> subprocess.CompletedProcess[str]:
@@ -68,13 +72,48 @@ def test_module_is_run_like_a_script(tmp_path):
     ids=lambda check: check.__name__,
 )
 def test_in_a_process_of_its_own(check):
+    run_all(CHECK_S, check)
+
+
+def run_all(limit_s: float, *targets: Callable[[], None]) -> None:
+    """Runs each in a process of its own; all must end well, and in time."""
     cluster.ensure_fork_server()
-    process = cluster._context.Process(target=check)
-    process.start()
+    processes = [cluster._context.Process(target=target) for target in targets]
+    for process in processes:
+        process.start()
     try:
-        process.join(CHECK_S)
-        assert process.exitcode == 0, "the traceback is in the captured output"
+        end = time.monotonic() + limit_s
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * len(processes), "tracebacks are in the captured output"
     finally:
-        process.kill()
-        process.join()
-        process.close()
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
+
+
+def play(part: Callable[[int], None], size: int, folder: Path) -> None:
+    """Has all workers of a group play a part."""
+    file = str(folder / "store")
+    ranks = [
+        functools.partial(drop_in_groups.play, part, rank, size, file)
+        for rank in range(size)
+    ]
+    run_all(GROUP_S, *ranks)
+
+
+@pytest.mark.multiproc
+def test_errors_that_come_from_other_workers_are_runtime_errors(tmp_path):
+    play(drop_in_groups.errors_of_calls, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_device_that_there_is_not_is_a_runtime_error(tmp_path):
+    play(drop_in_groups.devices, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_what_a_lost_worker_owned_is_lost(tmp_path):
+    play(drop_in_groups.values_of_a_lost_worker, 2, tmp_path)

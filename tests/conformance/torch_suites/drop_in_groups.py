@@ -1,0 +1,141 @@
+"""What test_drop_in.py plays on groups of workers that use the drop-in.
+
+A part is a function that each worker of a group calls with its rank, between `init_rpc`
+and a graceful shutdown.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import gradwire.torch_compat
+from gradwire.errors import PeerLostError
+
+CALL_S = 30
+
+
+def play(part: Callable[[int], None], rank: int, size: int, file: str) -> None:
+    gradwire.torch_compat.install()
+    rpc = torch_rpc()
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{file}", rpc_timeout=CALL_S
+    )
+    rpc.init_rpc(f"worker{rank}", None, rank, size, options)
+    part(rank)
+    rpc.shutdown()
+
+
+def torch_rpc() -> Any:
+    return importlib.import_module("torch.distributed.rpc")
+
+
+def on_first(part: Callable[[], None]) -> Callable[[int], None]:
+    """Only the first worker does something."""
+
+    @functools.wraps(part)
+    def play_part(rank: int) -> None:
+        if rank == 0:
+            part()
+
+    return play_part
+
+
+def raised_by(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception:
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+# ------------------------------------------------------------------- what workers run
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def raise_stop() -> None:
+    next(iter([]))
+
+
+def raise_tagged() -> None:
+    raise Tagged("the words")
+
+
+class Tagged(Exception):
+    """One that no class can be derived from without more ado."""
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        super().__init_subclass__()
+
+
+# ------------------------------------------------------------------------------- parts
+
+
+@on_first
+def errors_of_calls() -> None:
+    rpc = torch_rpc()
+    key = KeyError("k")
+    future = rpc.rpc_async("worker1", fail, (key,))
+    collected = torch.futures.collect_all([future])
+    for wait in (collected.wait, collected.value, collected.then(_value).wait):
+        error = raised_by(wait)
+        assert isinstance(error, RuntimeError), error
+        assert isinstance(error, KeyError), error
+    kept = rpc.rpc_async("worker1", fail, (ValueError("kept"),))
+    error = raised_by(torch.futures.collect_all([kept]).wait)
+    assert isinstance(error, ValueError)
+    sums = [rpc.rpc_async("worker1", max, (i, 1)) for i in range(3)]
+    assert [f.wait() for f in torch.futures.collect_all(sums).wait()] == [1, 1, 2]
+    for call in (rpc.rpc_sync, lambda *to: rpc.rpc_async(*to).wait()):
+        error = raised_by(call, "worker1", raise_stop)
+        assert isinstance(error, StopIteration), error
+        assert isinstance(error, RuntimeError), error
+        assert "the words" in str(raised_by(call, "worker1", raise_tagged))
+        missing = raised_by(call, "worker1", open, ("/no/such/file",))
+        assert isinstance(missing, FileNotFoundError)
+        assert missing.filename == "/no/such/file"
+        assert "'/no/such/file'" in str(missing)
+
+
+def _value(future: torch.futures.Future[Any]) -> Any:
+    return future.value()
+
+
+@on_first
+def devices() -> None:
+    modules = importlib.import_module("torch.distributed.nn")
+    error = raised_by(modules.RemoteModule, "worker1/nothing", nn.Identity)
+    assert isinstance(error, RuntimeError), error
+    assert "worker1/nothing" in str(error)
+    error = raised_by(modules.RemoteModule, "worker1/cpu/0", nn.Identity)
+    assert isinstance(error, ValueError)
+
+
+@on_first
+def values_of_a_lost_worker() -> None:
+    rpc = torch_rpc()
+    modules = importlib.import_module("torch.distributed.nn")
+    module = modules.RemoteModule("worker1", nn.Linear, (2, 2))
+    end(rpc, "worker1")
+    for call in (
+        module.remote_parameters,
+        functools.partial(modules.RemoteModule, "worker1", nn.Linear, (2, 2)),
+        lambda: module.forward_async(torch.ones(2)).wait(),
+    ):
+        error = raised_by(call)
+        assert isinstance(error, PeerLostError), error
+        assert isinstance(error, RuntimeError), error
+
+
+def end(rpc: Any, worker: str) -> None:
+    error = raised_by(rpc.rpc_sync, worker, os._exit, (0,))
+    assert isinstance(error, PeerLostError), error
