@@ -9,16 +9,21 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import gradwire.torch_compat
-from gradwire.errors import PeerLostError
+from gradwire.errors import DecodeError, OwnerLost, PeerLostError
 
 CALL_S = 30
+SHORT_S = 0.2
+
+gate = threading.Event()
 
 
 def play(part: Callable[[int], None], rank: int, size: int, file: str) -> None:
@@ -58,6 +63,15 @@ def raised_by(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception:
 # ------------------------------------------------------------------- what workers run
 
 
+def wait_for_gate() -> list[int]:
+    assert gate.wait(CALL_S)
+    return []
+
+
+def open_gate() -> None:
+    gate.set()
+
+
 def fail(error: Exception) -> None:
     raise error
 
@@ -75,6 +89,11 @@ class Tagged(Exception):
 
     def __init_subclass__(cls, *, tag: str) -> None:
         super().__init_subclass__()
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return fail, (ValueError("cannot be read"),)
 
 
 # ------------------------------------------------------------------------------- parts
@@ -111,6 +130,16 @@ def _value(future: torch.futures.Future[Any]) -> Any:
 
 
 @on_first
+def errors_of_creations() -> None:
+    rpc = torch_rpc()
+    rref = rpc.remote("worker1", str, (Unreadable(),))
+    for _ in range(3):
+        error = raised_by(rref.to_here)
+        assert isinstance(error, DecodeError), error
+        assert "cannot be read" in str(error)
+
+
+@on_first
 def devices() -> None:
     modules = importlib.import_module("torch.distributed.nn")
     error = raised_by(modules.RemoteModule, "worker1/nothing", nn.Identity)
@@ -121,11 +150,49 @@ def devices() -> None:
 
 
 @on_first
+def types_of_values() -> None:
+    rpc = torch_rpc()
+    rref = rpc.remote("worker1", wait_for_gate)
+    error = raised_by(rref._get_type, SHORT_S)
+    assert "RPC ran for more than" in str(error)
+    rpc.rpc_sync("worker1", open_gate)
+    assert rref._get_type() is list
+    assert rref._get_type(blocking=False).wait() is list
+
+
+@on_first
+def types_of_several_values() -> None:
+    rpc = torch_rpc()
+    pending = rpc.remote("worker0", wait_for_gate)
+    is_asked = threading.Event()
+    ask = rpc.RRef._ask_type
+
+    def ask_loudly(self: Any, timeout: float) -> Any:
+        is_asked.set()
+        return ask(self, timeout)
+
+    with mock.patch.object(rpc.RRef, "_ask_type", ask_loudly):
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(pending._get_type()))
+        thread.start()
+        assert is_asked.wait(CALL_S)
+        assert rpc.RRef(1)._get_type() is int
+        gate.set()
+        thread.join(CALL_S)
+    assert found == [list]
+
+
+@on_first
 def values_of_a_lost_worker() -> None:
     rpc = torch_rpc()
     modules = importlib.import_module("torch.distributed.nn")
     module = modules.RemoteModule("worker1", nn.Linear, (2, 2))
+    rref = rpc.remote("worker1", torch.ones, (2,))
+    assert rref.to_here().tolist() == [1, 1]
     end(rpc, "worker1")
+    error = raised_by(rref.to_here)
+    assert isinstance(error, OwnerLost), error
+    assert isinstance(error, RuntimeError)
     for call in (
         module.remote_parameters,
         functools.partial(modules.RemoteModule, "worker1", nn.Linear, (2, 2)),

@@ -110,8 +110,23 @@ def test_errors_that_come_from_other_workers_are_runtime_errors(tmp_path):
 
 
 @pytest.mark.multiproc
+def test_reference_whose_value_could_not_be_made_says_why(tmp_path):
+    play(drop_in_groups.errors_of_creations, 2, tmp_path)
+
+
+@pytest.mark.multiproc
 def test_device_that_there_is_not_is_a_runtime_error(tmp_path):
     play(drop_in_groups.devices, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_type_is_asked_for_again_after_a_failure(tmp_path):
+    play(drop_in_groups.types_of_values, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_type_of_a_value_that_is_not_made_yet_keeps_no_other_waiting(tmp_path):
+    play(drop_in_groups.types_of_several_values, 1, tmp_path)
 
 
 @pytest.mark.multiproc

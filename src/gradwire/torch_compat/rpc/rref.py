@@ -63,7 +63,8 @@ class RRef(gradwire.rpc.RRef[T], Generic[T]):
                 "RRef creation via rpc.remote() timed out, and it is possible that the "
                 f"RRef on the owner node does not exist: {error}"
             )
-        if not self.is_owner() and _core.is_over(self):
+        # Where it has an error of its own, that is what the caller gets.
+        if error is None and not self.is_owner() and _core.is_over(self):
             raise UsageError(f"{self} has been deleted. {complaint}")
 
     def backward(
@@ -97,12 +98,26 @@ class RRef(gradwire.rpc.RRef[T], Generic[T]):
     def _get_type(
         self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True
     ) -> Any:
-        """The type of the value, or a future of it; the owner is asked once."""
+        """The type of the value, or a future of it; the owner answers once."""
         with _type_lock:
             future = _types.get(self)
-            if future is None:
-                future = _types[self] = self._ask_type(timeout)
+        if future is None or future.has_failed():
+            # Not under the lock: on the owner this waits until there is a value.
+            asked = self._ask_type(timeout)
+            with _type_lock:
+                future = _types.get(self)
+                if future is None or future.has_failed():
+                    future = _types[self] = asked
+            if future is asked:
+                asked.add_done_callback(self._forget_failed_type)
         return future.wait() if blocking else future
+
+    def _forget_failed_type(self, future: Any) -> None:
+        # An error refers to the frames that it has passed, and these to the reference.
+        if future.has_failed():
+            with _type_lock:
+                if _types.get(self) is future:
+                    del _types[self]
 
     def _ask_type(self, timeout: float) -> TorchFuture[Any]:
         if not self.is_owner():
@@ -137,7 +152,7 @@ class RRef(gradwire.rpc.RRef[T], Generic[T]):
         return f"UserRRef(RRefId = {_show(rref)}, ForkId = {_show(fork)})"
 
 
-# Guards the one question for the type of each reference.
+# Guards the types of references; never held while somebody is asked.
 _type_lock = threading.Lock()
 _types: WeakKeyDictionary[RRef[Any], TorchFuture[Any]] = WeakKeyDictionary()
 _profiling_futures: WeakKeyDictionary[RRef[Any], Any] = WeakKeyDictionary()
