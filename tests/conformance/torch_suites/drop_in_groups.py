@@ -19,6 +19,7 @@ from torch import nn
 
 import gradwire.torch_compat
 from gradwire.errors import DecodeError, OwnerLost, PeerLostError
+from gradwire.rpc.functions import async_execution
 
 CALL_S = 30
 SHORT_S = 0.2
@@ -82,6 +83,13 @@ def raise_stop() -> None:
 
 def raise_tagged() -> None:
     raise Tagged("the words")
+
+
+@async_execution
+def answer_later() -> torch.futures.Future[int]:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    future.set_result(7)
+    return future
 
 
 class Tagged(Exception):
@@ -180,6 +188,14 @@ def types_of_several_values() -> None:
         gate.set()
         thread.join(CALL_S)
     assert found == [list]
+
+
+@on_first
+def values_in_a_profile() -> None:
+    rpc = torch_rpc()
+    with torch.autograd.profiler_legacy.profile():
+        assert rpc.remote("worker1", answer_later).to_here() == 7
+        assert rpc.remote("worker1", max, (1, 2)).to_here() == 2
 
 
 @on_first

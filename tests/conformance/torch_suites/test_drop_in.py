@@ -130,5 +130,10 @@ def test_type_of_a_value_that_is_not_made_yet_keeps_no_other_waiting(tmp_path):
 
 
 @pytest.mark.multiproc
+def test_value_that_comes_later_is_itself_in_a_profile(tmp_path):
+    play(drop_in_groups.values_in_a_profile, 2, tmp_path)
+
+
+@pytest.mark.multiproc
 def test_what_a_lost_worker_owned_is_lost(tmp_path):
     play(drop_in_groups.values_of_a_lost_worker, 2, tmp_path)

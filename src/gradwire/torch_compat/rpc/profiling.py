@@ -253,16 +253,15 @@ def run(
 ) -> Any:
     """Runs a function; its result, and the records of what it ran."""
     result, found = _run(settings, func, args, kwargs)
-    if getattr(func, ASYNC_ATTRIBUTE, None) is not None:
+    if _is_awaited(func):
         return result.then(lambda done: (done.value(), _records_of(found)))
-    future: gradwire.rpc.Future[Any] = gradwire.rpc.Future()
-    future.set_result((result, _records_of(found)))
-    return future
+    return _completed((result, _records_of(found)))
 
 
 _kept: dict[tuple[int, int], profile | None] = {}
 
 
+@async_execution
 def run_and_keep(
     ticket: tuple[int, int],
     settings: Settings,
@@ -272,7 +271,18 @@ def run_and_keep(
 ) -> Any:
     """Runs a function whose result stays here; `take` gets the records."""
     result, _kept[ticket] = _run(settings, func, args, kwargs)
-    return result
+    return result if _is_awaited(func) else _completed(result)
+
+
+def _is_awaited(func: Callable[..., Any]) -> bool:
+    """Whether a function returns a future of its result."""
+    return getattr(func, ASYNC_ATTRIBUTE, None) is not None
+
+
+def _completed(value: Any) -> gradwire.rpc.Future[Any]:
+    future: gradwire.rpc.Future[Any] = gradwire.rpc.Future()
+    future.set_result(value)
+    return future
 
 
 def take(ticket: tuple[int, int]) -> list[Record]:
