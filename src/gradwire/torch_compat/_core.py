@@ -38,6 +38,7 @@ __all__ = [
     "is_open_group",
     "is_over",
     "is_worker",
+    "loss_of",
     "open_context",
     "record_in_contexts_only",
     "reference_counts",
@@ -49,6 +50,7 @@ __all__ = [
     "start_open_agent",
     "use_reference_class",
     "wait_until_quiet",
+    "watch_all",
     "worker_infos",
 ]
 
@@ -115,6 +117,17 @@ def worker_infos(agent: Agent) -> list[WorkerInfo]:
     """All workers of the group, by rank."""
     infos = {peer.info for peer in agent.network.peers()} | {agent.info}
     return sorted(infos, key=lambda info: info.id)
+
+
+def watch_all() -> None:
+    """Has the ends of all workers noticed, also of those that were never called."""
+    current_agent().watch_all()
+
+
+def loss_of(worker: str) -> Exception | None:
+    """Why a worker cannot be asked any more; None if it can."""
+    peer = current_agent().network.find(worker)
+    return None if peer.is_usable else peer.error()
 
 
 def is_worker() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import gradwire.torch_compat
-from gradwire.errors import DecodeError, OwnerLost, PeerLostError
+from gradwire.errors import DecodeError, OwnerLost, PeerLostError, TransportError
 from gradwire.rpc.functions import async_execution
 
 CALL_S = 30
@@ -217,6 +217,20 @@ def values_of_a_lost_worker() -> None:
         error = raised_by(call)
         assert isinstance(error, PeerLostError), error
         assert isinstance(error, RuntimeError), error
+
+
+def losing(victim: int, rank: int) -> None:
+    """One of three workers ends, on the word of another; the last knows neither."""
+    rpc = torch_rpc()
+    if rank == victim:
+        threading.Event().wait(CALL_S)
+        raise AssertionError("this worker should have ended")
+    if rank == 1:
+        end(rpc, f"worker{victim}")
+    error = raised_by(rpc.api._all_gather, rank)
+    assert isinstance(error, TransportError), error
+    assert isinstance(error, RuntimeError), error
+    assert f"worker{victim}" in str(error)
 
 
 def end(rpc: Any, worker: str) -> None:

@@ -137,3 +137,9 @@ def test_value_that_comes_later_is_itself_in_a_profile(tmp_path):
 @pytest.mark.multiproc
 def test_what_a_lost_worker_owned_is_lost(tmp_path):
     play(drop_in_groups.values_of_a_lost_worker, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("victim", [0, 2], ids=["leader", "follower"])
+def test_nobody_waits_at_the_end_for_a_worker_that_is_lost(victim, tmp_path):
+    play(functools.partial(drop_in_groups.losing, victim), 3, tmp_path)

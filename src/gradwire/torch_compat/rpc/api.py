@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 import gradwire.rpc
-from gradwire.errors import NotInitialized
+from gradwire.errors import NotInitialized, TransportError
 from gradwire.torch_compat import _core
 from gradwire.torch_compat._errors import torch_errors
 from gradwire.torch_compat.futures import TorchFuture
@@ -37,6 +37,8 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_FAIL_S = 10.0  # to tell others that a round has failed
 
 _log = logging.getLogger("gradwire.torch_compat")
 
@@ -224,6 +226,10 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
     one.complete()
 
 
+def _fail_followers(sequence_id: str, error: Exception) -> None:
+    _rounds.get(sequence_id).fail(error)
+
+
 @_require_initialized
 def _all_gather(
     obj: Any,
@@ -236,9 +242,20 @@ def _all_gather(
         obj: That of this worker.
         worker_names: Who takes part; all if left out.
         timeout: Limit for each call and for waiting, in seconds. -1: the default for
-            calls; 0: none. In these two cases waiting has no limit.
+            calls; 0: none. In these two cases waiting ends with the loss of a worker
+            only.
+
+    Raises:
+        TransportError: The leader is lost, or a worker whose object is missing.
     """
-    names = set(worker_names or _ALL_WORKER_NAMES)
+    with torch_errors():
+        names = set(worker_names or _ALL_WORKER_NAMES)
+        return _gather_all(obj, names, timeout, without_lost=False)
+
+
+def _gather_all(
+    obj: Any, names: set[str], timeout: float, *, without_lost: bool
+) -> dict[str, Any]:
     leader, me = min(names), get_worker_info().name
     sequence_id = _rounds.begin(names)
     limit = (
@@ -256,17 +273,50 @@ def _all_gather(
         left = max(0.0, call_limit - (time.monotonic() - start))
         told.wait(left if call_limit else None)
     one = _rounds.get(sequence_id)
-    one.wait(limit)
     try:
         if me == leader:
-            _tell_followers(sequence_id, one, names - {leader}, call_limit)
+            if not one.is_complete():
+                _core.watch_all()
+            find_lost = functools.partial(_find_lost, sequence_id, names, without_lost)
+            one.wait(limit, find_lost)
+            _tell_followers(
+                sequence_id, one, names - {leader}, call_limit, without_lost
+            )
+        else:
+            one.wait(limit, functools.partial(_check, leader))
         return one.gathered_objects
     finally:
         _rounds.end(sequence_id)
 
 
+def _check(name: str) -> None:
+    error = _core.loss_of(name)
+    if error is not None:
+        raise error
+
+
+def _find_lost(sequence_id: str, names: set[str], without_lost: bool) -> None:
+    """Looks, as the leader, for those who will never send their objects."""
+    missing = names - _rounds.get(sequence_id).gathered_objects.keys()
+    losses = {name: _core.loss_of(name) for name in sorted(missing)}
+    lost = {name: error for name, error in losses.items() if error is not None}
+    if not lost:
+        return
+    if without_lost:
+        _rounds.leave_out(sequence_id, names - lost.keys())
+        return
+    first = next(iter(lost.values()))
+    for name in sorted(names - {min(names)}):
+        _calls.start(name, _fail_followers, (sequence_id, first), None, _FAIL_S)
+    raise first
+
+
 def _tell_followers(
-    sequence_id: str, one: _gather.Round, followers: set[str], timeout: float
+    sequence_id: str,
+    one: _gather.Round,
+    followers: set[str],
+    timeout: float,
+    without_lost: bool,
 ) -> None:
     told = {
         name: rpc_async(
@@ -283,7 +333,8 @@ def _tell_followers(
         try:
             future.wait()
         except RuntimeError as error:
-            errors[name] = error
+            if not (without_lost and isinstance(error, TransportError)):
+                errors[name] = error
     if errors:
         first = next(iter(errors.values()))
         raise RuntimeError(
@@ -303,12 +354,38 @@ def _barrier(worker_names: Collection[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Waits until all workers have called this."""
+    """Waits until all workers have called this that are not lost."""
+    _rounds.arrive()
     try:
-        _all_gather(None, timeout=timeout)
+        with torch_errors():
+            try:
+                names = set(_ALL_WORKER_NAMES)
+                _gather_all(None, names, timeout, without_lost=True)
+            except TransportError:
+                _wait_for_each(timeout)  # the leader is lost
     except RuntimeError:
         _log.exception("Failed to respond to 'Shutdown Proceed' in time")
         raise
+
+
+def _wait_for_each(timeout: float) -> None:
+    """As `_wait_all_workers`, without a leader: each asks each.
+
+    The leader may be lost when some have heard from it, and others have not. So nobody
+    has to wait here for another to be here too: that it has come to the end is enough.
+    """
+    others = sorted(_ALL_WORKER_NAMES - {get_worker_info().name})
+    asked = [_calls.start(name, _await_arrival, (), None, timeout) for name in others]
+    for future in asked:
+        try:
+            future.wait()
+        except TransportError:
+            continue  # it is lost, too
+
+
+@functions.async_execution
+def _await_arrival() -> gradwire.rpc.Future[None]:
+    return _rounds.arrival()
 
 
 # ------------------------------------------------------------------- settings, and the end
