@@ -68,6 +68,7 @@ def options_are_mapped() -> None:
     options = importlib.import_module("torch.distributed.rpc.options").translate(given)
     assert (options.num_worker_threads, options.rpc_timeout) == (3, 7.5)
     assert options.init_method == "tcp://localhost:1"
+    assert options.init_timeout == 30 * 60
 
 
 def errors() -> None:

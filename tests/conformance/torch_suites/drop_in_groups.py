@@ -199,6 +199,21 @@ def values_in_a_profile() -> None:
 
 
 @on_first
+def names() -> None:
+    rpc = torch_rpc()
+    found: dict[str, Any] = {}
+    exec("from torch.distributed.rpc import *", found)
+    assert isinstance(found["AllGatherStates"]().gathered_objects, dict)
+    is_owner = found["method_factory"]("is_owner", "Whether it is.")
+    assert is_owner(rpc.RRef(1)) is True
+    assert is_owner.__doc__ == "Whether it is."
+    worker = rpc.get_worker_info("worker1")
+    for to in ("worker1", 1, worker):
+        assert rpc.api._to_worker_info(to) == worker
+    assert isinstance(raised_by(rpc.api._to_worker_info, 1.5), ValueError)
+
+
+@on_first
 def values_of_a_lost_worker() -> None:
     rpc = torch_rpc()
     modules = importlib.import_module("torch.distributed.nn")

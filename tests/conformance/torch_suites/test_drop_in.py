@@ -135,6 +135,11 @@ def test_value_that_comes_later_is_itself_in_a_profile(tmp_path):
 
 
 @pytest.mark.multiproc
+def test_names_that_come_with_a_star_work(tmp_path):
+    play(drop_in_groups.names, 2, tmp_path)
+
+
+@pytest.mark.multiproc
 def test_what_a_lost_worker_owned_is_lost(tmp_path):
     play(drop_in_groups.values_of_a_lost_worker, 2, tmp_path)
 

@@ -27,6 +27,7 @@ from gradwire.torch_compat.rpc._agent_view import (
     enable_gil_profiling,
 )
 from gradwire.torch_compat.rpc.api import (
+    AllGatherStates,
     RRef,
     _all_gather,
     _barrier,
@@ -39,6 +40,7 @@ from gradwire.torch_compat.rpc.api import (
     _wait_all,
     get_rpc_timeout,
     get_worker_info,
+    method_factory,
     remote,
     rpc_async,
     rpc_sync,
@@ -61,6 +63,7 @@ from gradwire.torch_compat.rpc.server_process_global_profiler import (
 )
 
 __all__ = [
+    "AllGatherStates",
     "BackendType",
     "RRef",
     "RpcAgent",
@@ -80,6 +83,7 @@ __all__ = [
     "init_rpc",
     "internal",
     "is_available",
+    "method_factory",
     "options",
     "register_backend",
     "remote",

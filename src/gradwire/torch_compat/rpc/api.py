@@ -29,6 +29,7 @@ __all__ = [
     "AllGatherStates",
     "RRef",
     "get_worker_info",
+    "method_factory",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -124,6 +125,14 @@ def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
     return agent
 
 
+def _to_worker_info(to: Any) -> gradwire.rpc.WorkerInfo:
+    """The worker that a destination means."""
+    found = _destination(to)
+    if isinstance(found, gradwire.rpc.WorkerInfo):
+        return found
+    return get_worker_info(found)
+
+
 def _destination(to: Any) -> str | int | gradwire.rpc.WorkerInfo:
     if isinstance(to, (str, int, gradwire.rpc.WorkerInfo)):
         return to
@@ -194,6 +203,17 @@ def remote(
         if found is not None:
             rref._set_profiling_future(found)
         return rref
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    """A method of `RRef` that does what the class below does, with another docstring."""
+
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(RRef, self), method_name)(*args, **kwargs)
+
+    method.__name__ = method_name
+    method.__doc__ = docstring
+    return method
 
 
 @contextlib.contextmanager

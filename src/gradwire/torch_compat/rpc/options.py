@@ -11,6 +11,7 @@ from torch._C._distributed_rpc import (
     RpcBackendOptions,
     _TensorPipeRpcBackendOptionsBase,
 )
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rpc.options import TensorPipeRpcBackendOptions
 
 import gradwire.rpc
@@ -30,6 +31,7 @@ def translate(options: Any) -> gradwire.rpc.RpcBackendOptions:
     """Options of gradwire that do what these options of torch ask for.
 
     Names of TensorPipe's transports and channels have no meaning here and are left out.
+    ``init_rpc`` waits for the others for as long as torch's does.
 
     Raises:
         UsageError: They map devices, which gradwire cannot do yet.
@@ -48,9 +50,10 @@ def translate(options: Any) -> gradwire.rpc.RpcBackendOptions:
             f"the options name devices for RPC: {devices}. gradwire sends tensors from "
             "and to the CPU only for now; leave them out"
         )
-    given = {
+    given: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("rpc_timeout", "init_method", "num_worker_threads")
         if hasattr(options, name)
     }
-    return gradwire.rpc.RpcBackendOptions(**given)
+    limit_s = default_pg_timeout.total_seconds()
+    return gradwire.rpc.RpcBackendOptions(init_timeout=limit_s, **given)
