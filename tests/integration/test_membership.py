@@ -234,7 +234,7 @@ def test_worker_leaves_and_the_others_go_on(processes, store):
 
     run(second, leave)
 
-    assert run(first, names) == ["a", "c"]
+    probes.wait_until(lambda: run(first, names) == ["a", "c"], "b has left")
     assert run(first, call, "c", 1, 2) == 3
     with pytest.raises(PeerLostError, match=r"'b' \(rank 1\) has left the group"):
         run(first, call, "b", 1, 2)
@@ -413,7 +413,7 @@ def test_callbacks_end_with_their_subscription_and_may_fail(processes, store):
 
     run(first, unsubscribe)
     run(second, leave)
-    assert run(first, names) == ["a"]
+    probes.wait_until(lambda: run(first, names) == ["a"], "b has left")
     assert run(first, await_news, 1) == [("joined", "b")]
 
 
