@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import secrets
 import threading
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from gradwire.rpc._rref_calls import (
     Reaching,
     Transfer,
 )
+from gradwire.rpc._rref_dialing import OwnerDialer
 from gradwire.rpc._rref_parts import (
     Arrived,
     Creation,
@@ -56,7 +56,6 @@ from gradwire.rpc._rref_table import (
     TellDelete,
     TellForked,
 )
-from gradwire.rpc._turn import about_to_block
 from gradwire.wire import Message, encode
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ __all__ = ["RefService"]
 
 
 _MOST_BURIED = 1024
-_NOT_AGAIN_S = 1.0
 
 
 class RefService(Interceptor):
@@ -93,6 +91,7 @@ class RefService(Interceptor):
         self._ids = itertools.count()
         self._id_key = secrets.token_bytes(32)
         self.transfer = Transfer()
+        self._dialer = OwnerDialer(agent.network)
         # Guards all below: any thread that sends, receives or drops references.
         self._lock = threading.Lock()
         self._table = RefTable(self.me)
@@ -100,13 +99,6 @@ class RefService(Interceptor):
         # Values that their creators gave up before the calls that make them had come.
         self._buried: dict[RefId, None] = {}
         self._users: dict[RefId, User] = {}
-        # An owner to which there is no connection, until when not to try, and why not.
-        # Replaced as a whole, by any thread.
-        self._unreachable: tuple[Peer | None, float, GradwireError] = (
-            None,
-            0.0,
-            GradwireError("nobody"),
-        )
 
     def new_id(self) -> RefId:
         """An id that nobody else uses.
@@ -624,7 +616,7 @@ class RefService(Interceptor):
         if user is None:
             return  # the owner was lost meanwhile
         try:
-            self._connect(owner)
+            self._dialer.connect(owner)
             request = ForkRequest(instruction.rref, instruction.fork, user.life)
             self.agent.send(owner, encode(request))
         except GradwireError as error:
@@ -634,24 +626,6 @@ class RefService(Interceptor):
                 worker=owner.info.name,
             )
             self._fail(instruction.fork, lost)
-
-    def _connect(self, owner: Peer) -> None:
-        """Opens the connection to an owner, if there is none.
-
-        There may be thousands of references to the values of one that is dead: so after
-        a failure it is not tried again at once.
-        """
-        if owner.link is None:
-            failed, until, error = self._unreachable
-            if failed is owner and time.monotonic() < until:
-                raise error
-            about_to_block()  # nobody else reads what this thread has its turn at
-        try:
-            self.agent.network.connect(owner)
-        except GradwireError as error:
-            until = time.monotonic() + _NOT_AGAIN_S
-            self._unreachable = owner, until, error.with_traceback(None)
-            raise
 
     def _send(self, rank: int, message: Message) -> None:
         """Sends to a worker; if that is lost, `peer_lost` does the rest."""
