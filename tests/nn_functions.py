@@ -181,9 +181,9 @@ def train_elsewhere(module: RemoteModule, x: Tensor) -> None:
 
 
 def move_to(device: str, value: Any) -> Any:
-    from gradwire.nn import _owner
+    from gradwire.wire import move
 
-    return _owner.move(value, device)
+    return move(value, device)
 
 
 # --------------------------------------------------------------------------- clean up

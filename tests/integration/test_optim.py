@@ -26,6 +26,7 @@ from gradwire.errors import (
     UnknownContext,
     UsageError,
 )
+from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, OwnersFailed, clip_grad_norm_
 from gradwire.optim._locks import find_locks
 from gradwire.rpc import RRef
@@ -1137,3 +1138,30 @@ def run_in_thread(function: Any, *args: Any) -> None:
     thread.join()
     if failures:
         raise failures[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@on_worker(0)
+def test_state_of_a_model_on_a_gpu_travels():
+    module = RemoteModule("w1/cuda:0", torch.nn.Linear, (3, 2))
+    twin = torch.nn.Linear(3, 2)
+    module.load_state_dict({k: v.cuda() for k, v in twin.state_dict().items()})
+    optimizer = DistributedOptimizer(
+        torch.optim.Adam, module.remote_parameters(), lr=0.1
+    )
+    local = torch.optim.Adam(twin.parameters(), lr=0.1)
+    x = torch.ones(4, 3)
+
+    for _ in range(3):
+        with autograd.context() as ctx:
+            ctx.backward(module(x).pow(2).sum())
+            optimizer.step(ctx)
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        local.zero_grad()
+        twin(x).pow(2).sum().backward()
+        local.step()
+
+    torch.testing.assert_close(state["state"], local.state_dict()["state"])
+    torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()))

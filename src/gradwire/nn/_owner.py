@@ -21,6 +21,7 @@ from gradwire.nn._access import (
 )
 from gradwire.rpc import RRef
 from gradwire.rpc.extension import current_agent, for_agents, serving_peer
+from gradwire.wire import move
 
 __all__ = [
     "Answer",
@@ -103,20 +104,6 @@ def call_on_device(
     """Calls a module whose tensors are not on the CPU; messages are."""
     args, kwargs = move((args, kwargs), device)
     return move(module_to_call(rref)(*args, **kwargs), "cpu")
-
-
-def move(value: Any, device: str) -> Any:
-    """The value with its tensors on a device, also those in plain containers."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if kind in (dict, OrderedDict):
-        return kind((key, move(item, device)) for key, item in value.items())
-    if kind in (list, tuple):
-        return kind(move(item, device) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(move(item, device) for item in value))
-    return value
 
 
 @for_agents

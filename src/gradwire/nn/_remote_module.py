@@ -15,6 +15,7 @@ from gradwire.nn._owner import Answer, Kind, StandIn
 from gradwire.nn._placement import parse_placement
 from gradwire.rpc import Future, RRef, remote, rpc_async, rpc_sync
 from gradwire.rpc.extension import current_agent
+from gradwire.wire import move
 
 __all__ = ["RemoteModule", "parameter_rrefs"]
 
@@ -301,7 +302,7 @@ class RemoteModule(StandIn, nn.Module):
             loaded = self._ask(
                 owner.load_state,
                 prefix,
-                values,
+                move(values, "cpu"),
                 None if metadata is None else dict(metadata),
                 is_current,
                 assign,

@@ -22,6 +22,7 @@ from gradwire.errors import UsageError
 from gradwire.optim._owners import outcome_of
 from gradwire.rpc import Future, functions
 from gradwire.rpc.extension import methods_for_agents
+from gradwire.wire import move
 
 __all__ = ["Evaluations", "decides_itself", "evaluate", "needs_closure"]
 
@@ -120,7 +121,8 @@ class Evaluations:
             raise
         else:
             self._losses.append(loss)
-            answer.set_result(loss.detach() if isinstance(loss, Tensor) else loss)
+            is_tensor = isinstance(loss, Tensor)
+            answer.set_result(move(loss.detach(), "cpu") if is_tensor else loss)
 
     def _give_up(self) -> None:
         # Only after an interrupt is there anybody left who waits; it holds the locks of

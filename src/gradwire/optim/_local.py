@@ -40,6 +40,7 @@ from gradwire.optim._trial import Trial
 from gradwire.optim._versions import Versions
 from gradwire.rpc import RRef, get_worker_info
 from gradwire.rpc.extension import for_agents, methods_for_agents
+from gradwire.wire import move
 
 __all__ = [
     "Changes",
@@ -373,7 +374,9 @@ class LocalOptimizer:
         for number, loss in enumerate(losses):
             if loss is returned:
                 return number, None
-        return None, returned.detach() if isinstance(returned, Tensor) else returned
+        if isinstance(returned, Tensor):
+            returned = move(returned.detach(), "cpu")
+        return None, returned
 
     def _take_gradients(self, context_id: int | None) -> list[Tensor | None]:
         gradients = find_gradients(context_id, self.parameters)
@@ -411,7 +414,8 @@ class LocalOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's state dictionary."""
         with self._exclusively():
-            return copy.deepcopy(self._optimizer.state_dict())
+            state: dict[str, Any] = copy.deepcopy(self._optimizer.state_dict())
+        return {key: move(value, "cpu") for key, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Takes a state dictionary over; returns hyperparameters."""

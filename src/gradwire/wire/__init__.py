@@ -16,6 +16,7 @@ from gradwire.wire._codec import (
     peek_kind,
     tracked_tensors,
 )
+from gradwire.wire._devices import move
 from gradwire.wire._functions import name_of, resolve
 from gradwire.wire._messages import (
     Body,
@@ -70,6 +71,7 @@ __all__ = [
     "decode_value",
     "encode",
     "kind_of",
+    "move",
     "name_of",
     "peek_kind",
     "register_message",
