@@ -407,6 +407,9 @@ def test_interrupted_calls_are_forgotten_when_their_answer_comes(make_cluster):
 
 
 @pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="knows where Python 3.11 looks for signals"
+)
+@pytest.mark.skipif(
     sys.implementation.name != "cpython", reason="knows where CPython looks for signals"
 )
 @pytest.mark.parametrize(
