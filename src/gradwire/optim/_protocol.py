@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 __all__ = [
@@ -76,7 +77,8 @@ class Decision(enum.Enum):
     """Undo it, and begin another for the same step."""
 
 
-class Recovery(NamedTuple, Generic[K]):
+@dataclass(frozen=True)  # Python 3.10 has no named tuples that are generic
+class Recovery(Generic[K]):
     """How owners come to one state again."""
 
     mark: Mark
