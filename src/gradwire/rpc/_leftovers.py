@@ -33,6 +33,9 @@ class Leftovers:
         self._worker = worker
         self._work_off = work_off
         self._queue: SimpleQueue[Any] = SimpleQueue()
+        # Wakes the thread; False ends it. It takes nothing else out by itself: an entry in
+        # its hands would be missed by who looks for it in the queue.
+        self._bell: SimpleQueue[bool] = SimpleQueue()
         # Held while entries are worked off: who finds the queue empty knows it is done.
         self._at_work = threading.RLock()
         # Guards the start and the end of the thread.
@@ -43,6 +46,7 @@ class Leftovers:
     def put(self, entry: Any) -> None:
         """Adds an entry; safe in finalisers."""
         self._queue.put(entry)
+        self._bell.put(True)
 
     def ensure_thread(self) -> None:
         """To be called, outside finalisers, by whoever makes objects that will `put`."""
@@ -57,13 +61,14 @@ class Leftovers:
                     self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            entry = self._queue.get()
-            if entry is None:
-                return
-            self._queue.put(entry)  # others may come to it before
-            del entry  # it may be all that keeps a graph alive
+        while self._bell.get():
             time.sleep(_GATHER_S)
+            goes_on = True
+            with contextlib.suppress(Empty):
+                while goes_on:
+                    goes_on = self._bell.get_nowait()
+            if not goes_on:
+                return
             self.work_off()
 
     def work_off(self) -> None:
@@ -73,22 +78,19 @@ class Leftovers:
             with contextlib.suppress(Empty):
                 while True:
                     entries.append(self._queue.get_nowait())
-            if None in entries:
-                entries.remove(None)
-                self._queue.put(None)  # the end, which is for the thread
             try:
                 if entries:
                     self._work_off(entries)
             except Exception:
                 _log.exception("%s: an internal task failed", self._worker)
             finally:
-                entries.clear()
+                entries.clear()  # one may be all that keeps a graph alive
 
     def close(self) -> None:
         """Ends the thread."""
         with self._lock:
             self._is_closed = True
             thread = self._thread
-        self._queue.put(None)
+        self._bell.put(False)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)
