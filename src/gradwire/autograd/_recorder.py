@@ -6,7 +6,6 @@ call that is recorded is a context of its own.
 
 from __future__ import annotations
 
-import functools
 import threading
 from contextlib import AbstractContextManager
 
@@ -22,13 +21,16 @@ from gradwire.autograd._context import (
     leaving,
 )
 from gradwire.autograd._cuts import (
+    CutNote,
+    CutScope,
+    cut,
+    cut_call,
+    cut_reply,
     is_cut_outside_context,
     records_without_context,
-    warn,
 )
 from gradwire.autograd._exchange import Exchange
 from gradwire.autograd._messages import (
-    AS_LEAVES,
     CONTEXT_KEEPS_GRAD,
     CUT,
     MESSAGE_HAS_HISTORY,
@@ -54,7 +56,7 @@ from gradwire.autograd._torch_private import (
     has_tangent,
     is_anything_special,
 )
-from gradwire.errors import EncodeError, GradwireError, LimitExceeded
+from gradwire.errors import EncodeError, GradwireError
 from gradwire.rpc.extension import (
     NOTHING,
     Addition,
@@ -131,7 +133,9 @@ class Recorder(Interceptor):
         autocast = autocast_state()
         if side is None and is_grad_enabled and is_cut:
             is_reference = making is not None
-            return self._cut_call(label, tensors, of_modules, autocast, is_reference)
+            return cut_call(
+                label, tensors, of_modules, autocast, is_reference=is_reference
+            )
         if side is None and is_grad_enabled and not tracked and autocast is None:
             return None
         header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
@@ -154,7 +158,7 @@ class Recorder(Interceptor):
             side.calls.add(note)
         elif history:
             note.begin_own(label, peer.info.id, call_id, history)
-        flags = tracked if is_grad_enabled else _cut(tensors)
+        flags = tracked if is_grad_enabled else cut(tensors)
         note.addition = Addition(encode_header(header), flags)
         return note
 
@@ -171,27 +175,6 @@ class Recorder(Interceptor):
             self.exchange.refuse_if_broken(name)
         return side
 
-    def _cut_call(
-        self,
-        label: str,
-        tensors: list[Tensor],
-        of_modules: set[int],
-        autocast: list[tuple[str, str]] | None,
-        is_reference: bool,
-    ) -> Note:
-        note = _CallNote(self.exchange, None)
-        flags = NOT_RECORDED
-        if not records_without_context():
-            flags |= AS_LEAVES  # as in torch, which says nothing
-        elif any(not tensors[i].is_leaf for i in _tracked(tensors, of_modules)):
-            warn(label, is_reference=is_reference)
-        else:
-            note.warns = True
-        changes = None if flags & AS_LEAVES else _cut(tensors)
-        header = CallHeader(flags, autocast=autocast)
-        note.addition = Addition(encode_header(header), changes)
-        return note
-
     def received_reply(
         self,
         peer: Peer,
@@ -202,6 +185,9 @@ class Recorder(Interceptor):
         tracked: list[Tensor],
     ) -> None:
         """See `Interceptor`."""
+        if isinstance(note, CutNote):
+            note.answered(label, header)
+            return
         exchange = self.exchange
         if note is not None and not isinstance(note, _CallNote):
             raise AssertionError("a note of another layer")
@@ -212,9 +198,6 @@ class Recorder(Interceptor):
             return
         reply: ReplyHeader = decode_header(ReplyHeader, header)
         if reply.message == CUT:
-            if note is not None and note.warns and note.call is not None:
-                # By the caller's own thread, and so for its own place.
-                note.call.notice = functools.partial(warn, label)
             return
         lease = None
         if reply.key is None:
@@ -269,7 +252,14 @@ class Recorder(Interceptor):
         if header is None:
             return _PlainScope(exchange, peer, call_id, label)
         call: CallHeader = decode_header(CallHeader, header)
-        if call.key is None:
+        if call.key is not None:
+            name = ContextName(call.key, call.incarnation)
+            scope = self._enter_context(peer, call_id, label, header, name, call)
+            if scope.side is None:
+                return scope
+        elif call.flags & NOT_RECORDED:
+            return CutScope(label, call)
+        else:
             name = ContextName(key_of_call(peer.info.id, call_id), peer.incarnation)
             scope = _CallScope(exchange, peer, name, label, call)
             if call.flags & MESSAGE_HAS_HISTORY:
@@ -280,30 +270,6 @@ class Recorder(Interceptor):
                     peer=peer,
                 )
                 scope.side.is_serving = True
-        else:
-            name = ContextName(call.key, call.incarnation)
-            scope = _CallScope(exchange, peer, name, label, call)
-            into_grad = bool(call.flags & CONTEXT_KEEPS_GRAD)
-            try:
-                side = exchange.registry.join(name, "", into_grad, peer)
-            except LimitExceeded as error:
-                self.dropped_call(peer, call_id, header, error)
-                raise
-            scope.side = side
-            if side is None:
-                if call.flags & MESSAGE_HAS_HISTORY:
-                    try:
-                        exchange.refuse_if_broken(name)
-                    except GradwireError as error:
-                        self.dropped_call(peer, call_id, header, error)
-                        raise
-                scope.records = False  # the context is over: plain values
-                return scope
-            side.into_grad = into_grad
-            with side.lock:
-                side.join(peer.info.id, call.after, call.consumed)
-                scope.arrival = side.num_requests
-                side.num_requests += 1
         if call.flags & MESSAGE_HAS_HISTORY and scope.side:
             answers = scope.side.record_recv(
                 peer.info.id,
@@ -319,6 +285,37 @@ class Recorder(Interceptor):
             # Its loss was noticed while this call of its waited for a thread: those who
             # were told of it did not see this context yet, and nobody else would end it.
             exchange.peer_lost(peer)
+        return scope
+
+    def _enter_context(
+        self,
+        peer: Peer,
+        call_id: int,
+        label: str,
+        header: bytes,
+        name: ContextName,
+        call: CallHeader,
+    ) -> _CallScope:
+        """The scope of a call in a context; without a side if that is over here."""
+        exchange = self.exchange
+        scope = _CallScope(exchange, peer, name, label, call)
+        into_grad = bool(call.flags & CONTEXT_KEEPS_GRAD)
+        try:
+            side = exchange.registry.join(name, "", into_grad, peer)
+            if side is None and call.flags & MESSAGE_HAS_HISTORY:
+                exchange.refuse_if_broken(name)
+        except GradwireError as error:
+            self.dropped_call(peer, call_id, header, error)
+            raise
+        scope.side = side
+        if side is None:
+            scope.records = False  # plain values
+            return scope
+        side.into_grad = into_grad
+        with side.lock:
+            side.join(peer.info.id, call.after, call.consumed)
+            scope.arrival = side.num_requests
+            side.num_requests += 1
         return scope
 
     def dropped_call(
@@ -348,7 +345,7 @@ class _CallNote(Note):
     its way, or when its answer comes, whichever is first.
     """
 
-    __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in", "warns")
+    __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in")
 
     def __init__(self, exchange: Exchange, side: Side | None) -> None:
         super().__init__()
@@ -358,7 +355,6 @@ class _CallNote(Note):
         # Guards the two above: the thread that calls, and the one that reads the answer.
         self._lock = threading.Lock()
         self.event = -1
-        self.warns = False  # if the history of what comes back is cut
         is_made_in_backward = current_task() != NO_TASK
         self.made_in = TaskWatch() if is_made_in_backward else None
 
@@ -513,7 +509,7 @@ class _CallScope(Scope):
         side = self.side
         if not self.records or (side is not None and side.is_released):
             self._refuse_to_lose(tensors, of_modules)
-            return self._cut_reply(tensors)
+            return cut_reply(tensors, self._label, self._flags)
         tracked = _tracked(tensors, of_modules)
         if not tracked:
             self.failed()  # nothing goes back that could lead here
@@ -557,12 +553,6 @@ class _CallScope(Scope):
         if _tracked(tensors, of_modules):
             self._exchange.refuse_if_broken(self._name)
 
-    def _cut_reply(self, tensors: list[Tensor]) -> Addition:
-        changes = _cut(tensors)
-        is_lost = changes is not None and is_cut_outside_context(self._label)
-        header = encode_header(ReplyHeader(CUT)) if is_lost else None
-        return Addition(header, None if self._flags & AS_LEAVES else changes)
-
     def failed(self, error: BaseException | None = None) -> None:
         """See `Scope`."""
         self._exchange.unfinished.discard(self)
@@ -588,15 +578,6 @@ def _tracked(tensors: list[Tensor], of_modules: set[int]) -> dict[int, int]:
         for index, tensor in enumerate(tensors)
         if tensor.requires_grad and id(tensor) not in of_modules
     }
-
-
-def _cut(tensors: list[Tensor]) -> dict[int, int] | None:
-    """Not recorded: what was computed arrives as a constant, leaves stay leaves."""
-    return {
-        index: 0
-        for index, tensor in enumerate(tensors)
-        if tensor.requires_grad and not tensor.is_leaf
-    } or None
 
 
 def call_label(function: str, caller: str) -> str:

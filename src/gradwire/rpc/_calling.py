@@ -42,6 +42,7 @@ from gradwire.rpc._turn import current_turn
 from gradwire.rpc._waiting import Waiting
 from gradwire.transport import Frame
 from gradwire.wire import (
+    NO_VALUE,
     Call,
     Message,
     Outgoing,
@@ -462,7 +463,10 @@ class Caller:
             )
             if type(message) is not Reply:
                 return None, self._agent.rebuild(value)
-            tracked = tracked_tensors(message, tensors) if message.headers else []
+            if value is NO_VALUE:
+                value = None  # see `_Request.succeed`
+            has_any = bool(message.headers and tensors)
+            tracked = tracked_tensors(message, tensors) if has_any else []
             for interceptor in self._interceptors:
                 name = interceptor.name
                 header = message.headers.get(name) if message.headers else None

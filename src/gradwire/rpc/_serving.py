@@ -177,7 +177,8 @@ class Server:
             request.fail(error)
             return
         try:
-            tracked = tracked_tensors(call, tensors) if call.headers else []
+            has_any = bool(call.headers and tensors)
+            tracked = tracked_tensors(call, tensors) if has_any else []
             del tensors
             for interceptor in interceptors:
                 header = call.headers.get(interceptor.name) if call.headers else None
@@ -417,11 +418,15 @@ class _Request:
             value = None
         reply = Reply(self._id)
         packer = self._server._agent.packing.packer(self.peer)
-        add_headers = functools.partial(self._add_headers, reply, packer)
         try:
-            outgoing = encode(
-                reply, value, add_headers, packer, self._server._agent.serializer
-            )
+            if value is None:  # as of many functions: needs no body
+                self._add_headers(reply, packer, [], set())
+                outgoing = encode(reply)
+            else:
+                add_headers = functools.partial(self._add_headers, reply, packer)
+                outgoing = encode(
+                    reply, value, add_headers, packer, self._server._agent.serializer
+                )
         except BaseException as error:
             self._server._agent.packing.discard(error)
             self.fail(error)

@@ -55,8 +55,9 @@ _MAX_DESCRIPTORS = 16
 ANCILLARY_BYTES = (
     socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 )
-CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_TRUNCATED = getattr(socket, "MSG_CTRUNC", 0)
+# As plain numbers: those of the module are enums, which look up what each ``&`` makes.
+CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
 _NO_DESCRIPTORS = (
     "a tensor came in shared memory, and no file descriptor was left to take it with (too "
     "many files are open, see ulimit -n)"
@@ -227,6 +228,8 @@ class StreamConnection(Connection):
             self._forward()  # the last write was interrupted before it was accounted for
         try:
             while queue:
+                if len(queue) > 1:
+                    self._join_small()
                 first = queue[0]
                 if type(first) is bytes and len(queue) == 1:
                     size = len(first)
@@ -238,8 +241,6 @@ class StreamConnection(Connection):
                         self._bytes_sent += size
                         continue
                 else:
-                    if type(first) is bytes:
-                        self._join_small()
                     (self._written,) = self._next_write()
                 self._forward()
         except (BlockingIOError, InterruptedError):

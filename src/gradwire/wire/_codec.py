@@ -493,6 +493,9 @@ def _merge(body: Body, tensors: list[torch.Tensor]) -> list[Any]:
             f"found {len(values)} values but {len(body.refs)} references to tensors"
         )
     num_tensors = len(tensors)
+    is_plain = not num_tensors and body.refs.count(-1) == len(values)
+    if is_plain and _PLAIN.issuperset(map(type, values)):
+        return values  # without a look at each
     for position, ref in enumerate(body.refs):
         if 0 <= ref < num_tensors:
             values[position] = tensors[ref]

@@ -116,7 +116,7 @@ class Call(Message, array_like=True, gc=False):
 
 
 class Reply(Message, array_like=True, gc=False):
-    """Answers a call with its result."""
+    """Answers a call with its result, which is None if there is no body."""
 
     id: int
     headers: dict[str, bytes] | None = None
