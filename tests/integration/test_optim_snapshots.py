@@ -108,6 +108,15 @@ def add_what_is_there() -> None:
         )
 
 
+def fail_to_make_safe_once() -> None:
+    def fail(*_: object) -> None:
+        del optimizer._make_safe
+        raise OSError("no room")
+
+    optimizer: Any = _training[0].optimizer
+    optimizer._make_safe = fail
+
+
 def recover() -> int:
     return _training[0].optimizer.recover()
 
@@ -296,6 +305,25 @@ def test_hyperparameters_go_back_with_the_steps(make_cluster):
     known, had = cluster.run(0, rates)
     assert known == pytest.approx(0.05 * 0.9**2)
     assert had == [known, known]
+
+
+@pytest.mark.chaos
+def test_steps_that_were_undone_are_told_of_even_without_new_snapshots(make_cluster):
+    cluster = make_cluster(4)
+    cluster.run(0, begin, Snapshots(peer=RING, every=3))
+    losses = [cluster.run(0, step, number) for number in range(5)]
+    cluster.run(0, fail_to_make_safe_once)
+
+    cluster.kill(3)
+    running = cluster.start(0, step, 5)
+    cluster.restart(3)
+    with pytest.raises(RolledBack, match="2 steps were undone") as caught:
+        running.result()
+
+    assert "no room" in str(caught.value.__cause__)
+    del losses[caught.value.step :]
+    losses += [cluster.run(0, step, number) for number in range(3, 7)]
+    check_result(cluster, losses)
 
 
 @pytest.mark.chaos

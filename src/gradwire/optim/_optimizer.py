@@ -413,8 +413,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if plan.num_undone:
             # First: else new snapshots would get those from before.
             self._take_hyperparameters(answers)
+        unsafe: Exception | None = None
         if self._snapshots is not None:
-            self._make_safe(self._snapshots, looks, timeout)
+            try:
+                self._make_safe(self._snapshots, looks, timeout)
+            except Exception as error:
+                if not plan.num_undone:
+                    raise
+                unsafe = (
+                    error  # the next call tries again; what was undone it cannot tell
+                )
         if plan.num_undone:
             raise RolledBack(
                 f"{plan.num_undone} steps were undone on all owners, because "
@@ -422,7 +430,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"snapshots are made at every {ledger.every} steps; go on with step "
                 f"{plan.mark.step}, counted from 0",
                 step=plan.mark.step,
-            )
+            ) from unsafe
         return self.committed_steps
 
     def _make_again(self, owner: str, shares: list[Share]) -> None:
