@@ -39,6 +39,7 @@ __all__ = [
     "Received",
     "Side",
     "active_context",
+    "current_handler",
     "leaving",
 ]
 
@@ -50,6 +51,10 @@ active_context: contextvars.ContextVar[ContextName | None] = contextvars.Context
     "gradwire_autograd_context", default=None
 )
 """The explicit context around this code. It follows tasks, callbacks and handlers."""
+current_handler: contextvars.ContextVar[object] = contextvars.ContextVar(
+    "gradwire_autograd_handler", default=None
+)
+"""The call in an explicit context that this code serves, if any; it follows likewise."""
 
 
 class ContextName(NamedTuple):
@@ -138,7 +143,7 @@ class Side:
         self.num_requests = 0  # that arrived
         self.recvs: list[Received] = []
         self.gradients: dict[Tensor, Tensor] = {}
-        self.calls: set[Note] = set()  # of ours, in flight
+        self.calls: dict[Note, object] = {}  # of ours, in flight, and who makes them
         self.run: Run | None = None
         self.failed: Run | None = None  # a pass that is over, but not for the engine
         self.attempt: Attempt | None = None  # of a step that is run again if it must be

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradwire.autograd._autocast import autocast_state
+from gradwire.autograd._context import active_context, current_handler
 from gradwire.autograd._engine import Destination
 from gradwire.autograd._passes import PassKind
 from gradwire.errors import BackwardTimeout
@@ -62,9 +63,19 @@ def backward(
 
 
 def _wait_for_calls(side: Side, limit: float) -> None:
-    for call in [note.call for note in list(side.calls)]:
+    """Waits for calls of this context that are under way from here.
+
+    In a handler, only for those that it has made itself: of the others one may wait for
+    this very handler.
+    """
+    handler = current_handler.get()
+    is_served = handler is not None and active_context.get() == side.name
+    for note, maker in list(side.calls.items()):
+        call = note.call
+        if call is None or (is_served and maker is not handler):
+            continue
         left = max(0.0, limit - time.monotonic()) if limit else None
-        if call is not None and not call.wait(left):
+        if not call.wait(left):
             raise BackwardTimeout(
                 f"backward() waited until its limit for a call of {call.target}, made "
                 f"in {side.label}, to return"

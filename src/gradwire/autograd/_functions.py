@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd._torch_private import call_backward_directly
+from gradwire.autograd._torch_private import call_backward_directly, executes
 
 if TYPE_CHECKING:
     from gradwire.autograd._nodes import ReceivedMessage, SentMessage
@@ -29,9 +29,11 @@ __all__ = [
     "apply_recv",
     "apply_send",
     "apply_start",
+    "is_into_grad",
     "token_of",
     "urgency_of_reply",
     "urgency_of_request",
+    "will_execute",
 ]
 
 # Torch's own declarations of these methods are loose.
@@ -43,6 +45,7 @@ ANCHOR = torch.zeros((), requires_grad=True)
 also those that lead to no leaf of interest. It never gets a gradient."""
 CHAIN_END = ANCHOR.view_as(ANCHOR)
 """What a chain begins with, as a token. Not the leaf itself: see `_context._send`."""
+_ANCHOR_NODE: Any = CHAIN_END.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 _TOKEN = torch.zeros(())
@@ -148,6 +151,35 @@ def token_of(node: Any) -> Tensor | None:
     except RuntimeError:
         return None
     return token
+
+
+def is_into_grad() -> bool:
+    """Whether the backward that runs here, at a recv, adds to ``.grad``.
+
+    Then it executes all nodes, so also the one behind all chains. Not so for
+    ``autograd.grad`` and ``inputs=``. What torch itself says of that is not about the
+    innermost backward of this thread.
+    """
+    try:
+        return executes(_ANCHOR_NODE)
+    except RuntimeError:
+        return (
+            False  # it is a part of a pass that takes a gradient there: see `_engine`
+        )
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward that runs here executes a recv, sooner or later.
+
+    Torch also says so of a node at which it only takes a gradient, as for
+    ``autograd.grad(loss, received)``. Then it executes none of those behind it.
+    """
+    if not executes(node):
+        return False
+    if is_into_grad():
+        return True
+    behind = [following for following, _ in node.next_functions]
+    return any(node is not None and executes(node) for node in behind)
 
 
 class Start(torch.autograd.Function):

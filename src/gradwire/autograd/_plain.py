@@ -13,15 +13,14 @@ import torch
 
 from gradwire.autograd._autocast import autocast_state
 from gradwire.autograd._engine import Destination
+from gradwire.autograd._functions import is_into_grad, will_execute
 from gradwire.autograd._messages import is_implicit
 from gradwire.autograd._passes import Instruction, PassKind, TellNone
 from gradwire.autograd._run import Run
 from gradwire.autograd._torch_private import (
     current_task,
-    is_into_grad,
     keeps_graph,
     queue_callback,
-    will_execute,
 )
 from gradwire.errors import (
     AutogradError,
@@ -50,6 +49,11 @@ def admit(
     ``loss.backward()`` becomes a pass.
     """
     task = current_task()
+    owner = exchange.tasks.get(task)
+    if owner is not None and owner.failure is not None:
+        # Its worker goes on with what it had begun, but nothing of it may go out any more,
+        # also not by way of another context.
+        raise owner.failure
     other = side.run
     if other is not None and other.task not in (None, task):
         exchange.leftovers.work_off()  # of a backward that has failed just now

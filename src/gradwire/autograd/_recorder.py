@@ -18,6 +18,7 @@ from gradwire.autograd._context import (
     Leaving,
     Side,
     active_context,
+    current_handler,
     leaving,
 )
 from gradwire.autograd._cuts import (
@@ -155,7 +156,7 @@ class Recorder(Interceptor):
                 note.event, header.after = side.announce_send(peer.info.id, history)
                 header.message = note.event
                 exchange.unfinished.add(note)
-            side.calls.add(note)
+            side.calls[note] = current_handler.get()
         elif history:
             note.begin_own(label, peer.info.id, call_id, history)
         flags = tracked if is_grad_enabled else cut(tensors)
@@ -381,7 +382,7 @@ class _CallNote(Note):
         name = exchange.name_of_call(call_id)
         label = call_label(label, exchange.agent.info.name)
         self._side = exchange.registry.add_call(name, label, is_caller=True)
-        self._side.calls.add(self)
+        self._side.calls[self] = None
         self._side.record_send(peer, tensors)
 
     def answered(self) -> Side | None:
@@ -389,7 +390,7 @@ class _CallNote(Note):
         if self in self._exchange.unfinished:
             self.sent()  # the answer was faster than the thread that calls
         if (side := self._side) is not None:
-            side.calls.discard(self)
+            side.calls.pop(self, None)
         return side
 
     def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
@@ -402,7 +403,7 @@ class _CallNote(Note):
         self._exchange.unfinished.discard(self)
         if side is None:
             return
-        side.calls.discard(self)
+        side.calls.pop(self, None)
         if side.is_implicit:
             self._exchange.releases.end(side)
         elif not was_sent and self.event >= 0:
@@ -502,6 +503,7 @@ class _CallScope(Scope):
             self.side is not None or self._exchange.is_broken(self._name)
         ):
             active_context.set(self._name)
+            current_handler.set(self)
         return apply_autocast(self._autocast) if self._autocast else None
 
     def sending_reply(self, tensors: list[Tensor], of_modules: set[int]) -> Addition:

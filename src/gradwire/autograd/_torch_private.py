@@ -20,14 +20,13 @@ __all__ = [
     "any_autocast",
     "call_backward_directly",
     "current_task",
+    "executes",
     "has_tangent",
     "is_anything_special",
-    "is_into_grad",
     "keeps_graph",
     "queue_callback",
     "record",
     "run_engine",
-    "will_execute",
 ]
 
 T = TypeVar("T")
@@ -50,29 +49,12 @@ _engine = _private("autograd.Variable._execution_engine")
 NO_TASK = -1
 current_task: Callable[[], int] = _private("_C._current_graph_task_id")
 """Number of the backward that runs on this thread, `NO_TASK` if none does."""
-_will_execute: Callable[[Any], bool] = _private("_C._will_engine_execute_node")
+executes: Callable[[Any], bool] = _private("_C._will_engine_execute_node")
+"""Whether the backward that runs here executes a node, or takes a gradient at it."""
 keeps_graph: Callable[[], bool] = _private(
     "_C._autograd._get_current_graph_task_keep_graph"
 )
 """Whether the backward that runs here retains its graph."""
-is_into_grad: Callable[[], bool] = _engine.is_checkpoint_valid
-"""Whether it accumulates into ``.grad``; not so for ``autograd.grad`` and ``inputs=``."""
-
-
-def will_execute(node: Any) -> bool:
-    """Whether the backward that runs here executes a recv, sooner or later.
-
-    Torch also says so of a node at which it only takes a gradient, as for
-    ``autograd.grad(loss, received)``. Then it executes none of those behind it.
-    """
-    if not _will_execute(node):
-        return False
-    if is_into_grad():
-        return True
-    behind = [following for following, _ in node.next_functions]
-    return any(node is not None and _will_execute(node) for node in behind)
-
-
 queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
 """Runs something at the end of the backward that runs here, if it succeeds."""
 run_engine: Callable[..., Any] = _engine.run_backward

@@ -1,9 +1,9 @@
 """The private names of torch that the wire layer uses, checked once at import.
 
 Torch has no public way to ask whether a thread is inside an inference mode, a dispatch
-mode or a function mode *and* to step out of all of them for a while, and no public names
-for the types of its operators. All of that is here, so that a torch that renames
-something fails in one place.
+mode, a function mode or a transform of ``torch.func`` *and* to step out of all of them
+for a while, and no public names for the types of its operators. All of that is here, so
+that a torch that renames something fails in one place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._functorch.pyfunctorch
 import torch._ops
 import torch.utils._python_dispatch
 
@@ -45,6 +46,12 @@ _push_function_mode: Callable[[Any], None] = _private(
 _without_dispatch_modes: Callable[[], Any] = _private(
     torch.utils._python_dispatch, "_disable_current_modes"
 )
+_transform_level: Callable[[], int | None] = _private(
+    _private(torch._C, "_functorch"), "maybe_current_level"
+)
+_without_transforms: Callable[[], Any] = _private(
+    torch._functorch.pyfunctorch, "temporarily_clear_interpreter_stack"
+)
 OPERATOR_TYPES: tuple[type, ...] = (
     _private(torch._ops, "OpOverload"),
     _private(torch._ops, "OpOverloadPacket"),
@@ -61,14 +68,20 @@ def thread_state_is_clean() -> bool:
     """Whether torch operations on this thread do just what they say.
 
     False inside ``torch.inference_mode()``, inside any dispatch mode (fake tensors,
-    tracers) and inside any function mode (``with torch.device(...)`` is one).
+    tracers), inside any function mode (``with torch.device(...)`` is one), and inside
+    what ``torch.func`` transforms.
     """
-    return not (_in_inference_mode() or _num_dispatch_modes() or _num_function_modes())
+    return not (
+        _in_inference_mode()
+        or _num_dispatch_modes()
+        or _num_function_modes()
+        or _transform_level() is not None
+    )
 
 
 @contextmanager
 def clean_thread_state() -> Iterator[None]:
-    """Steps out of inference mode and of all dispatch and function modes for a while.
+    """Steps out of inference mode, and of all modes and transforms, for a while.
 
     Gradients are not recorded inside. Everything is restored on the way out.
     """
@@ -78,6 +91,8 @@ def clean_thread_state() -> Iterator[None]:
         if _num_dispatch_modes():
             # The manager of torch takes milliseconds to import its parts: only if needed.
             stack.enter_context(_without_dispatch_modes())
+        if _transform_level() is not None:
+            stack.enter_context(_without_transforms())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         yield
