@@ -15,7 +15,7 @@ import autograd_handlers as handlers
 import autograd_programs as programs
 from autograd_functions import call, parameter
 from gradwire import autograd
-from gradwire.errors import UnknownContext, UsageError
+from gradwire.errors import AutogradError, UnknownContext, UsageError
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
@@ -194,6 +194,50 @@ def test_backward_takes_several_shapes_with_gradients_and_none_for_scalars():
         found = fn.fetch_dictionary(ctx)
 
     fn.assert_same(found, expected.gradients)
+
+
+@on_worker(0)
+def test_gradient_that_was_given_shares_no_memory_with_the_dictionary():
+    x = parameter("x")
+    given = torch.ones_like(x)
+    with autograd.context() as ctx:
+        ctx.backward(x + 0, grad_tensors=given)
+        ctx.gradients()[x].zero_()
+
+    assert torch.equal(given, torch.ones_like(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (1.0, TypeError, "found float"),
+        ([[1.0]], TypeError, "found list at 0"),
+        (torch.ones(3, 3, dtype=torch.cfloat), ValueError, "both must be complex"),
+    ],
+    ids=["number", "list", "complex"],
+)
+@on_worker(0)
+def test_backward_says_what_is_wrong_with_a_gradient(given, error, words):
+    with autograd.context() as ctx:
+        with pytest.raises(error, match=words):
+            ctx.backward(parameter("x") * 2, grad_tensors=given)
+        ctx.backward((parameter("x") * 2).sum())
+
+
+@on_worker(0)
+def test_backward_makes_up_no_gradient_for_a_complex_root():
+    with autograd.context() as ctx:
+        root = parameter("x").sum() * 1j
+        with pytest.raises(UsageError, match="real scalars only"):
+            ctx.backward(root)
+        ctx.backward(root, grad_tensors=torch.ones_like(root))
+
+
+@pytest.mark.parametrize("wrong", [1.5, True, "1", None])
+@on_worker(0)
+def test_context_is_an_int_and_nothing_that_looks_like_one(wrong):
+    with pytest.raises(TypeError, match=type(wrong).__name__):
+        autograd.get_gradients(wrong)
 
 
 @on_worker(0)
@@ -565,3 +609,21 @@ def test_grad_says_which_input_is_unused():
             autograd.grad(ctx, programs.one_call(), inputs)
 
         programs.check_usable(ctx)
+
+
+@on_worker(0)
+def test_hook_that_asks_for_leaves_is_told_where_it_works():
+    x = parameter("x")
+    seen: list[Any] = []
+    handle = torch.autograd.graph.register_multi_grad_hook([x], seen.append)
+    try:
+        with autograd.context() as ctx:
+            loss = call("w1", handlers.affine, x).sum()
+            with pytest.raises(AutogradError, match="accumulate='grad'"):
+                ctx.backward(loss)
+        with autograd.context(accumulate="grad") as ctx:
+            ctx.backward(call("w1", handlers.affine, x).sum())
+    finally:
+        handle.remove()
+
+    assert len(seen) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import operator
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -175,8 +176,11 @@ def backward(
         tensor([3., 3.])
     """
     exchange = current_exchange()
-    side = exchange.registry.get(int(context_id))
+    side = exchange.registry.get(_id_of(context_id))
     tensors, seeds = _check_roots(roots, grad_tensors, "roots", "grad_tensors")
+    if grad_tensors is not None:
+        # One may become the gradient of a leaf, and that is not to share its memory.
+        seeds = [seed.clone() for seed in seeds]
     destination = (
         Destination.INTO_GRAD if side.into_grad else Destination.INTO_DICTIONARY
     )
@@ -229,7 +233,7 @@ def grad(
         (tensor([3., 3.]),)
     """
     exchange = current_exchange()
-    side = exchange.registry.get(int(context_id))
+    side = exchange.registry.get(_id_of(context_id))
     tensors, seeds = _check_roots(outputs, grad_outputs, "outputs", "grad_outputs")
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not wanted:
@@ -279,7 +283,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         ...     get_gradients(ctx)[x]
         tensor([3., 3.])
     """
-    side = current_exchange().registry.get(int(context_id))
+    side = current_exchange().registry.get(_id_of(context_id))
     with side.lock:
         return dict(side.gradients)
 
@@ -331,6 +335,15 @@ def check_repeatable(exchange: Exchange, what: str) -> None:
         )
 
 
+def _id_of(context_id: int) -> int:
+    if type(context_id) is bool or not hasattr(context_id, "__index__"):
+        raise TypeError(
+            "a context is what `with gradwire.autograd.context() as ctx` gave, or its id, "
+            f"an int; found {type(context_id).__name__}"
+        )
+    return operator.index(context_id)
+
+
 def _check_timeout(timeout: float) -> float:
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
         raise TypeError(
@@ -356,6 +369,10 @@ def _check_roots(
         )
     given: list[Tensor | None] = [None] * len(tensors)
     if seeds is not None:
+        if not isinstance(seeds, (Tensor, Iterable)):
+            raise TypeError(
+                f"{what_seeds} must be tensors, found {type(seeds).__name__}"
+            )
         given = [seeds] if isinstance(seeds, Tensor) else list(seeds)
     if len(given) != len(tensors):
         raise ValueError(
@@ -381,12 +398,26 @@ def _check_root(
             "no_grad, or detached?"
         )
     if seed is None:
+        if tensor.is_complex():
+            raise UsageError(
+                f"{name} is complex: a gradient of 1 is made up for real scalars only. "
+                f"Take a real loss, or pass {what_seeds}="
+            )
         if tensor.numel() != 1:
             raise UsageError(
                 f"{name}, of shape {tuple(tensor.shape)}, is not a scalar, all roots need "
                 f"to be scalar, or be given gradients with {what_seeds}="
             )
         seed = torch.ones_like(tensor, memory_format=torch.preserve_format)
+    elif not isinstance(seed, Tensor):
+        raise TypeError(
+            f"{what_seeds} must be tensors, found {type(seed).__name__} at {number}"
+        )
+    elif seed.is_complex() != tensor.is_complex():
+        raise ValueError(
+            f"{name} has the dtype {tensor.dtype}, its entry of {what_seeds} {seed.dtype}: "
+            "both must be complex, or none"
+        )
     elif seed.shape != tensor.shape:
         raise ValueError(
             f"{name} has the shape {tuple(tensor.shape)}, its entry of {what_seeds} "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,13 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["averaged_among", "set_aside", "watch_wrappers"]
+__all__ = ["set_aside", "watch_wrappers", "wrappers_among"]
 
 _wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+_LOOK_S = 0.1
+# Which threads use ``.grad`` of which leaves for a pass into a dictionary, by their ids.
+_users: dict[int, int] = {}
+_changed = threading.Condition()  # guards it
 
 
 def watch_wrappers() -> Any:
@@ -43,40 +47,73 @@ def _note(parent: object, name: str, child: object) -> None:
         _wrappers.add(parent)
 
 
-def averaged_among(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """All parameters of the wrappers that some leaves belong to; mostly none.
-
-    Also those that are no leaves here: another process may have a gradient for them.
-    """
+def wrappers_among(leaves: Sequence[Tensor]) -> list[DistributedDataParallel]:
+    """The wrappers that some leaves belong to; mostly none."""
     if not _wrappers:
         return []
     ids = {id(leaf) for leaf in leaves}
-    found: list[Tensor] = []
-    for wrapper in list(_wrappers):
-        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
-        parameters = [
-            parameter
-            for name, parameter in wrapper.module.named_parameters()
-            if name not in ignored
-        ]
-        if any(id(parameter) in ids for parameter in parameters):
-            found += parameters
-    return found
+    return [
+        wrapper
+        for wrapper in list(_wrappers)
+        if any(id(parameter) in ids for parameter in _parameters_of(wrapper))
+    ]
 
 
-# One at a time in a process: ``.grad`` is one for all passes.
-_aside = threading.RLock()
+def _parameters_of(wrapper: DistributedDataParallel) -> list[Tensor]:
+    ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+    return [
+        parameter
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in ignored
+    ]
 
 
 @contextmanager
-def set_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Leaves have no ``.grad`` inside, and their old one again afterwards."""
-    with _aside:
-        before = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
+def set_aside(
+    leaves: Sequence[Tensor],
+    wrappers: Sequence[DistributedDataParallel],
+    check: Callable[[], None],
+) -> Iterator[list[Tensor]]:
+    """Leaves have no ``.grad`` inside, and their old one again afterwards.
+
+    One pass at a time uses a leaf in this way, for ``.grad`` is one for all passes.
+
+    Args:
+        leaves: Those of a pass.
+        wrappers: What some of them belong to.
+        check: Called now and then while it waits for another pass; raises to give up.
+
+    Yields:
+        The leaves, and all other parameters of the wrappers: another process may have a
+        gradient for them.
+    """
+    more = [parameter for wrapper in wrappers for parameter in _parameters_of(wrapper)]
+    together = list({id(leaf): leaf for leaf in [*leaves, *more]}.values())
+    with _alone_with({id(leaf) for leaf in together}, check):
+        before = [leaf.grad for leaf in together]
+        for leaf in together:
             leaf.grad = None
         try:
-            yield
+            yield together
         finally:
-            for leaf, gradient in zip(leaves, before, strict=True):
+            for leaf, gradient in zip(together, before, strict=True):
                 leaf.grad = gradient
+
+
+@contextmanager
+def _alone_with(ids: set[int], check: Callable[[], None]) -> Iterator[None]:
+    """No other thread uses any of these leaves meanwhile; all are taken at once."""
+    me = threading.get_ident()
+    with _changed:
+        while any(_users.get(leaf, me) != me for leaf in ids):
+            _changed.wait(_LOOK_S)
+            check()
+        taken = ids.difference(_users)  # not those of a pass around this one
+        _users.update(dict.fromkeys(taken, me))
+    try:
+        yield
+    finally:
+        with _changed:
+            for leaf in taken:
+                del _users[leaf]
+            _changed.notify_all()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.autograd._averaged import averaged_among, set_aside
+from gradwire.autograd._averaged import set_aside, wrappers_among
 from gradwire.autograd._functions import ANCHOR, CHAIN_END, apply_start
 from gradwire.autograd._torch_private import record, run_engine
 
@@ -34,6 +34,7 @@ class Destination(IntEnum):
 
 # The class of the nodes behind leaves, for which torch has no name.
 _Accumulator: Any = type(CHAIN_END.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _SEED = torch.zeros(())  # the gradient of a token, which nobody looks at
 
 
@@ -43,6 +44,7 @@ def run_backward(
     tail: Sequence[Tensor],
     destination: Destination,
     on_start: Callable[[], None],
+    check: Callable[[], None],
     *,
     retain_graph: bool,
     create_graph: bool,
@@ -57,6 +59,7 @@ def run_backward(
         destination: See above.
         on_start: Called by the engine before any code of the user's. Without losses the
             first node is one of ours, and it is not called.
+        check: Called while it waits for another pass; raises to give up.
         retain_graph: As in torch.
         create_graph: As in torch.
         inputs: With ``THROUGH``: tensors whose gradients are wanted.
@@ -70,12 +73,11 @@ def run_backward(
     wanted = list(inputs)
     if destination is Destination.INTO_DICTIONARY:
         wanted = [leaf for leaf in leaves_of(begin) if leaf is not ANCHOR]
-        if averaged := averaged_among(wanted):
-            wanted = list({id(leaf): leaf for leaf in [*wanted, *averaged]}.values())
-            with set_aside(wanted):
+        if wrappers := wrappers_among(wanted):
+            with set_aside(wanted, wrappers, check) as leaves:
                 _run(begin, (), retain_graph, create_graph, is_into_grad=True)
                 # Copies: wrappers may go on using the memory.
-                return [(leaf, _copy(leaf.grad)) for leaf in wanted]
+                return [(leaf, _copy(leaf.grad)) for leaf in leaves]
     is_into_grad = destination is Destination.INTO_GRAD
     gradients = _run(begin, wanted, retain_graph, create_graph, is_into_grad)
     return [] if is_into_grad else list(zip(wanted, gradients, strict=True))
@@ -180,8 +182,10 @@ def accumulate(
 def _memory_of(gradient: Tensor) -> int:
     if gradient.layout is torch.sparse_coo:
         gradient = gradient._values()
-    elif gradient.layout is not torch.strided:
+    elif gradient.layout in _COMPRESSED:
         gradient = gradient.values()
+    elif gradient.layout is not torch.strided:
+        return id(gradient)  # of mkldnn: nobody can look at its memory
     return gradient.untyped_storage().data_ptr()
 
 

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ from gradwire.autograd._passes import (
     TellNone,
     TellStart,
 )
-from gradwire.autograd._plain import consumed
+from gradwire.autograd._plain import asked_for_leaf, consumed
 from gradwire.autograd._registry import Registry
 from gradwire.autograd._release import Releases
 from gradwire.autograd._run import Answer, Part, Run
@@ -75,6 +76,7 @@ __all__ = ["Exchange"]
 _NUM_DESTINATIONS = len(Destination)
 _NO_AUTOCAST = contextlib.nullcontext()
 _TORCH_CONSUMED = "Trying to backward through the graph a second time"
+_TORCH_ASKED_FOR_LEAF = "A leaf node was passed to _will_engine_execute_node"
 
 
 class Exchange:
@@ -125,15 +127,19 @@ class Exchange:
                 tail,
                 run.destination,
                 lambda: self._claim(run, current_task()),
+                lambda: _check_goes_on(run),
                 retain_graph=run.retain,
                 create_graph=run.create_graph,
                 inputs=inputs,
             )
         except RuntimeError as error:
-            if not str(error).startswith(_TORCH_CONSUMED):
-                raise
-            # Torch met what an earlier pass had freed before we did.
-            raise consumed(self, run.side.label) from error
+            text = str(error)
+            if text.startswith(_TORCH_CONSUMED):
+                # Torch met what an earlier pass had freed before we did.
+                raise consumed(self, run.side.label) from error
+            if text.startswith(_TORCH_ASKED_FOR_LEAF):
+                raise asked_for_leaf(self, run.side.label) from error
+            raise
         finally:
             if run.task is not None:
                 self.tasks.pop(run.task, None)
@@ -641,3 +647,14 @@ class Exchange:
         for side in self.registry.close():
             self.releases.end(side, error)
         self.leftovers.close()
+
+
+def _check_goes_on(run: Run) -> None:
+    """Raises if a pass has failed elsewhere, or its limit has come."""
+    if run.failure is not None:
+        raise run.failure
+    if run.limit and time.monotonic() >= run.limit:
+        raise BackwardTimeout(
+            f"a backward pass over {run.side.label} reached its limit while it waited for "
+            "another pass over the same DistributedDataParallel module on this worker"
+        )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
     from gradwire.autograd._nodes import ReceivedMessage
 
-__all__ = ["admit", "changed", "consumed", "gone"]
+__all__ = ["admit", "asked_for_leaf", "changed", "consumed", "gone"]
 
 
 def admit(
@@ -99,6 +99,12 @@ def _check_may_start(
     run = side.run
     if message.event < (side.state.first if run is None else run.pass_.first):
         raise consumed(exchange, side.label)
+    if run is not None and message.made_in is None and side.is_implicit:
+        raise AutogradError(
+            f"another backward() is going through {side.label} already: run them one "
+            "after the other, or make a call for each",
+            worker=exchange.agent.info.name,
+        )
     if run is not None or (
         not side.is_implicit
         and message.made_in is not None
@@ -143,6 +149,16 @@ def consumed(exchange: Exchange, label: str) -> GraphConsumed:
         "retain_graph=True for all but the last, or a context for each forward, or "
         "no context at all; and if calls share what a worker computed before, one "
         "context around all of them",
+        worker=exchange.agent.info.name,
+    )
+
+
+def asked_for_leaf(exchange: Exchange, label: str) -> AutogradError:
+    return AutogradError(
+        f"a hook asked torch whether a leaf will get a gradient in {label}, as those of "
+        "torch.autograd.graph.register_multi_grad_hook do. Torch can tell only where "
+        "gradients go to .grad: use gradwire.autograd.context(accumulate='grad'), or "
+        "loss.backward()",
         worker=exchange.agent.info.name,
     )
 
