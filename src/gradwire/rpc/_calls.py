@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from gradwire.rpc._link import Link
 
 __all__ = ["CallTable", "Credits", "PendingCall"]
+
+_SMALL_PART = 16
 
 
 class PendingCall(Outcome):
@@ -153,14 +156,20 @@ class CallTable:
 
 
 class Credits:
-    """A bound on the bytes that unanswered calls make a peer hold."""
+    """A bound on the bytes that unanswered calls make a peer hold.
+
+    Who has to wait is served in the order of coming. But small calls, as long as all that
+    is taken stays below a small part of the bound, wait for nobody: a large one may have
+    to wait for calls that last, and these for them.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
+        self._small = max_bytes // _SMALL_PART
         # Guards all below; any calling thread, and those that read answers.
         self._lock = threading.Lock()
         self._used = 0
-        self._waiters: list[threading.Lock] = []
+        self._waiters: deque[_Waiter] = deque()
         self._closed = False
 
     @property
@@ -171,26 +180,48 @@ class Credits:
     def take(self, cost: int, deadline: float) -> bool:
         """Takes ``cost`` bytes, waiting for them if need be; False at the deadline.
 
-        A cost above the whole bound is granted when nothing else is taken.
+        A cost above the whole bound is granted when hardly anything else is taken.
         """
-        while True:
-            with self._lock:
-                if self._used + cost <= self._max or not self._used or self._closed:
-                    self._used += cost
-                    return True
-                # A bare lock, not a condition: see `Outcome.block`.
-                waiter = threading.Lock()
-                waiter.acquire()
-                self._waiters.append(waiter)
-            left = deadline - time.monotonic() if deadline else 3600.0
-            try:
+        with self._lock:
+            used = self._used + cost
+            if used <= self._small or (not self._waiters and self._fits(cost)):
+                self._used = used
+                return True
+            waiter = _Waiter(cost)
+            self._waiters.append(waiter)
+        try:
+            while not waiter.is_granted:
+                left = deadline - time.monotonic() if deadline else 3600.0
                 if left <= 0:
-                    return False
-                interruptible(waiter.acquire, True, left)
-            finally:
-                with self._lock:
-                    if waiter in self._waiters:
-                        self._waiters.remove(waiter)
+                    break
+                interruptible(waiter.lock.acquire, True, left)
+        except BaseException:  # a signal handler raised
+            self._withdraw(waiter)
+            if waiter.is_granted:
+                self.give(cost)
+            raise
+        self._withdraw(waiter)
+        return waiter.is_granted
+
+    def _fits(self, cost: int) -> bool:
+        """The caller holds the lock."""
+        if cost > self._max:
+            return self._used <= self._small or self._closed
+        return self._used + cost <= self._max or self._closed
+
+    def _grant(self) -> None:
+        """Serves those who wait, in their order; the caller holds the lock."""
+        while self._waiters and self._fits(self._waiters[0].cost):
+            waiter = self._waiters.popleft()
+            self._used += waiter.cost
+            waiter.is_granted = True
+            waiter.lock.release()
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        with self._lock:
+            if not waiter.is_granted:
+                self._waiters.remove(waiter)
+                self._grant()  # others may have waited for this one only
 
     def force(self, cost: int) -> None:
         """Takes ``cost`` bytes without waiting: nested calls must not wait."""
@@ -202,13 +233,25 @@ class Credits:
         with self._lock:
             if not self._closed:
                 self._used -= cost
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.release()
+            if self._waiters:
+                self._grant()
 
     def close(self) -> None:
         """Nobody waits any more: the peer is gone, and all bytes are free."""
         with self._lock:
             self._closed = True
             self._used = 0
-        self.give(0)
+            self._grant()
+
+
+class _Waiter:
+    """A call that waits for `Credits`; their lock guards it."""
+
+    __slots__ = ("cost", "is_granted", "lock")
+
+    def __init__(self, cost: int) -> None:
+        self.cost = cost
+        self.is_granted = False
+        # Released when it is granted. Not a condition: see `Outcome.block`.
+        self.lock = threading.Lock()
+        self.lock.acquire()

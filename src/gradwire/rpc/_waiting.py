@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
+from gradwire.errors import UsageError
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
@@ -108,6 +110,14 @@ class Waiting:
         """Reads on this thread, before it blocks, if it may; see `Link.read_as_caller`."""
         if link.holds:
             link.flush()
+        if link.connection.writer == threading.get_ident():
+            raise UsageError(
+                f"a finaliser (__del__, or a callback of weakref) waits for worker "
+                f"{peer.info.name!r} in the middle of a message to it, which can never "
+                "be finished then. Finalisers run anywhere: use rpc_async there, and do "
+                "not wait",
+                worker=peer.info.name,
+            )
         turn = current_turn()
         in_turn = turn is not None and turn.link is link and not turn.is_over
         if not thread_state_is_clean():

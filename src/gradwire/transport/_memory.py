@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-__all__ = ["copy", "view", "view_of_storage"]
+__all__ = ["copy", "read", "view", "view_of_storage"]
 
 _memmove = ctypes.memmove  # releases the interpreter lock, as large copies should
 
@@ -14,6 +14,11 @@ _memmove = ctypes.memmove  # releases the interpreter lock, as large copies shou
 def copy(destination: int, source: int, nbytes: int) -> None:
     """Copies ``nbytes`` from one address to another, without the interpreter lock."""
     _memmove(destination, source, nbytes)
+
+
+def read(address: int, nbytes: int) -> bytes:
+    """A copy of raw memory."""
+    return ctypes.string_at(address, nbytes)
 
 
 def view(address: int, nbytes: int) -> memoryview:

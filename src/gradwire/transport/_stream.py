@@ -29,7 +29,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gradwire.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from gradwire.transport import _memory, _segments
@@ -47,6 +47,7 @@ _MARK = 0x67
 _DATA, _OFFER, _RETURN, _DROP = range(4)
 _MAX_BUFFERS = 0xFFFF
 
+_get_ident = threading.get_ident
 _READ_BYTES = 256 << 10
 _FRAMES_PER_READ = 64
 _PARTS_PER_WRITE = 64
@@ -96,6 +97,7 @@ class StreamConnection(Connection):
         # takes from it. The lock also guards `_lent`.
         self._queue: deque[_Part] = deque()
         self._write_lock = threading.Lock()
+        self.writer = 0
         self._written = 0  # of the queue's begin, not taken off yet
 
         # Reading: touched by the one thread that reads at a time.
@@ -159,16 +161,24 @@ class StreamConnection(Connection):
         parts: list[_Part] = []
         table = [_pack_header(len(head), len(buffers), _DATA, _MARK)]
         bulks: list[Bulk] = []
+        # The collector may run a finaliser in the middle of a write, and that may send:
+        # then it must not wait, neither for the lock nor for the write to be over.
+        is_in_write = self.writer == _get_ident()
+        copies: list[bytes] = []
         for buffer in buffers:
             address, nbytes, _ = buffer
-            segment = self._fill_segment(address, nbytes, parts)
+            segment = 0
+            if is_in_write:
+                copies.append(_memory.read(address, nbytes))
+            else:
+                segment = self._fill_segment(address, nbytes, parts)
             table.append(_DESCRIPTOR.pack(segment, nbytes))
-            if not segment and nbytes:
+            if not segment and nbytes and not is_in_write:
                 bulks.append(Bulk(buffer, self._write_lock))
         table.append(head)
         if self._borrowed.has_returns:
             table.insert(0, self._returns())
-        parts.append(b"".join(table))
+        parts.append(b"".join([*table, *copies]))
         parts.extend(bulks)
         # One call, so that parts of two frames never mix.
         self._queue.extend(parts)
@@ -179,7 +189,7 @@ class StreamConnection(Connection):
         """Copies memory into a segment; 0 if it has to go through the stream."""
         if not self._shares_memory or nbytes < self._limits.shared_memory_min_bytes:
             return 0
-        with self._write_lock:
+        with self._writing():
             taken = self._lent.take(nbytes)
             if taken is None and not parts and self._is_all_read():
                 self._lent.note_seen()
@@ -212,14 +222,26 @@ class StreamConnection(Connection):
             if not lock.acquire(False):
                 return True  # its holder looks at the queue again after releasing it
             try:
+                self.writer = _get_ident()
                 if self._closed:
                     self._abandon()
                     return True
                 if not self._write_queue():
                     return False
             finally:
+                self.writer = 0
                 lock.release()
         return True
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Holds the write lock; `flush` does the same, written out."""
+        with self._write_lock:
+            self.writer = _get_ident()
+            try:
+                yield
+            finally:
+                self.writer = 0
 
     def _write_queue(self) -> bool:
         """Writes from the queue until it is empty or the socket is full."""
@@ -609,7 +631,7 @@ class StreamConnection(Connection):
             self._borrowed.offer(numbers[0], numbers[1], self._descriptors.popleft())
         elif kind == _RETURN:
             now = time.monotonic()
-            with self._write_lock:
+            with self._writing():
                 for number in numbers:
                     self._lent.give_back(number, now)
         else:
@@ -620,13 +642,13 @@ class StreamConnection(Connection):
 
     def shed(self) -> None:
         if self._shares_memory:
-            with self._write_lock:
+            with self._writing():
                 self._lent.shed()
 
     def housekeeping(self, now: float) -> None:
         if self._closed or not self._shares_memory:
             return
-        with self._write_lock:
+        with self._writing():
             dropped = self._lent.trim(now)
         data = _numbers_frame(_DROP, dropped) if dropped else b""
         if self._borrowed.has_returns:
@@ -636,7 +658,7 @@ class StreamConnection(Connection):
             self.flush()
 
     def close(self) -> None:
-        with self._write_lock:
+        with self._writing():
             if self._closed:
                 return
             if self.end is None:

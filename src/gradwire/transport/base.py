@@ -144,6 +144,8 @@ class Connection(ABC):
             RemoteProtocolError: The peer sent something that is no frame.
         """
 
+    writer = 0
+    """The thread that writes at this moment, if any, and cannot be waited for by itself."""
     is_drained: bool
     """Nothing more can be read until the descriptor is readable again; after `receive`, and
     at the beginning, when frames may have come with the last of the handshake."""

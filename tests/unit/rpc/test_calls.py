@@ -66,8 +66,66 @@ def test_cost_above_the_bound_is_granted_alone():
     assert credits_.take(1000, past())
     assert not credits_.take(1, past())
     credits_.give(1000)
-    assert credits_.take(1, past())
+    assert credits_.take(7, past())
     assert not credits_.take(1000, past())
+
+
+def test_cost_above_the_bound_does_not_wait_for_a_few_small_ones():
+    credits_ = Credits(100)
+
+    assert credits_.take(6, past())
+    assert credits_.take(1000, past())
+
+
+def wait_for_waiters(credits_: Credits, count: int) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while len(credits_._waiters) < count:
+        assert time.monotonic() < limit
+        threading.Event().wait(0.001)
+
+
+def test_nobody_who_comes_later_is_served_before():
+    credits_ = Credits(100)
+    credits_.take(90, past())
+    large, large_answers = start_taking(credits_, 80, soon())
+    wait_for_waiters(credits_, 1)
+
+    assert not credits_.take(10, past())
+    credits_.give(90)
+
+    large.join(LIMIT_S)
+    assert large_answers == [True]
+    assert credits_.used == 80
+
+
+def test_small_ones_pass_while_little_is_taken():
+    """What lasts is small, and what it waits for is small, too."""
+    credits_ = Credits(1600)
+    credits_.take(50, past())
+    large, large_answers = start_taking(credits_, 1590, soon())
+    wait_for_waiters(credits_, 1)
+
+    assert credits_.take(50, past())
+    assert not credits_.take(1, past())
+    credits_.give(50)
+    credits_.give(50)
+
+    large.join(LIMIT_S)
+    assert large_answers == [True]
+
+
+def test_who_gives_up_makes_room_for_those_behind():
+    credits_ = Credits(100)
+    credits_.take(50, past())
+    large, large_answers = start_taking(credits_, 80, time.monotonic() + 0.05)
+    wait_for_waiters(credits_, 1)
+    other, other_answers = start_taking(credits_, 30, soon())
+
+    large.join(LIMIT_S)
+    other.join(LIMIT_S)
+
+    assert (large_answers, other_answers) == ([False], [True])
+    assert credits_.used == 80
 
 
 def test_credit_is_waited_for():
