@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -124,6 +125,38 @@ def multiply_elsewhere(to: str) -> int:
     return product
 
 
+@rpc.functions.idempotent
+def double(x: Any) -> Any:
+    return x[0] * 2
+
+
+_futures: list[rpc.Future[Any]] = []
+_sent: list[torch.Tensor] = []
+
+
+def double_later(num: int) -> int:
+    """Calls a worker that is lost; returns how many threads there are then."""
+    argument = torch.ones(2, requires_grad=True)
+    container = [argument]
+    with torch.no_grad():
+        _futures[:] = [
+            rpc.rpc_async("w1", double, (container,), timeout=SOON_S)
+            for _ in range(num)
+        ]
+    container.clear()
+    _sent[:] = [argument]
+    return threading.active_count()
+
+
+def change_what_was_sent() -> None:
+    with torch.no_grad():
+        _sent[0].mul_(100)
+
+
+def doubled() -> list[Any]:
+    return [future.wait() for future in _futures]
+
+
 def leftovers() -> dict[str, Any]:
     gc.collect()  # errors that were caught hold frames
     info = rpc.get_debug_info()
@@ -238,6 +271,32 @@ def test_idempotent_calls_find_a_worker_again_by_themselves(three):
     part(three, 1)
 
     assert three.run(0, multiply_elsewhere, "w1") == 42
+
+
+def test_idempotent_calls_are_sent_again_as_they_were(three):
+    assert three.run(0, meet, "w1") == 3
+    three.kill(1)
+    _until(three, 0, "w1")
+    before = three.run(0, double_later, 1)
+    assert three.run(0, double_later, 50) <= before + 3
+    three.restart(1)
+
+    found = three.run(0, doubled)
+
+    assert all(torch.equal(x, torch.full((2,), 2.0)) for x in found)
+    assert not any(x.requires_grad for x in found)
+
+
+def test_idempotent_call_whose_tensor_was_changed_is_not_sent_again(three):
+    assert three.run(0, meet, "w1") == 3
+    three.kill(1)
+    _until(three, 0, "w1")
+    three.run(0, double_later, 1)
+    three.run(0, change_what_was_sent)
+    three.restart(1)
+
+    with pytest.raises(PeerLostError, match="changed in place"):
+        three.run(0, doubled)
 
 
 def test_worker_that_had_to_be_restarted_can_be_found_again_too(three):

@@ -26,6 +26,7 @@ from gradwire.rpc._link import Link
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._resending import (
     LOST,
+    Comebacks,
     Resending,
     call_again,
     is_idempotent,
@@ -90,6 +91,7 @@ class Caller:
         self._rounds = rounds
         self._waiting = Waiting(agent.network, self.expire)
         self.wait_for = self._waiting.wait_for
+        self._comebacks = Comebacks(agent)
         self._ids = itertools.count(1)
         self._local = _Local()
         self.num_started = 0
@@ -141,11 +143,15 @@ class Caller:
         if not is_idempotent(function):
             return self._call_async(to, function, args, kwargs, timeout)
         future = Future[Any](executor=self._run_callback)
+        name = self._network.find(to).info.name
 
-        def send(timeout: float) -> Future[Any]:
-            return self._call_async(to, function, args, kwargs, timeout)
+        def send(args: Any, kwargs: Any, timeout: float) -> Future[Any]:
+            return self._call_async(name, function, args, kwargs, timeout)
 
-        Resending(self._agent, send, to, timeout, future)
+        deadline = self.deadline(timeout)
+        Resending(self._comebacks, send, name, args, kwargs, deadline, future).attempt(
+            timeout
+        )
         return future
 
     def make(

@@ -6,9 +6,13 @@ function is marked as one that may run twice, and only until the call's own dead
 
 from __future__ import annotations
 
+import contextvars
+import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from gradwire.errors import ConnectError, ConnectTimeout, PeerLostError, RemoteError
 from gradwire.rpc._future import Future
@@ -19,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOST",
+    "Comebacks",
     "Resending",
     "call_again",
     "is_idempotent",
@@ -28,6 +33,7 @@ __all__ = [
 LOST = (PeerLostError, ConnectError)
 """Errors that say that a worker is not there."""
 
+_LOOK_S = 1.0  # how often those are looked for whose limit has come
 _NO_DEADLINE_S = 60.0  # for calls that are bounded by the life of their worker only
 
 
@@ -55,44 +61,51 @@ def call_again(
 
     If it does not come back by the deadline (0: none), raises ``error``.
     """
-    left = _await_return(agent, to, deadline, error)
-    return agent.call(to, function, args, kwargs, left)
-
-
-def _await_return(agent: Agent, to: object, deadline: float, error: Exception) -> float:
-    """Waits for a worker; returns how many seconds are left then."""
     limit = deadline or time.monotonic() + _NO_DEADLINE_S
     name = agent.network.find(to).info.name
+    left = max(0.0, limit - time.monotonic())
     try:
-        agent.membership.wait_for(
-            name, max(0.0, limit - time.monotonic()), or_role=False
-        )
+        agent.membership.wait_for(name, left, or_role=False)
     except ConnectTimeout:
         raise error from None
-    return max(0.001, limit - time.monotonic())
+    return agent.call(to, function, args, kwargs, _timeout_until(deadline))
+
+
+def _timeout_until(deadline: float) -> float:
+    """The timeout of a call that ends at a deadline; 0 for none, in both."""
+    return max(0.001, deadline - time.monotonic()) if deadline else 0.0
 
 
 class Resending:
-    """An asynchronous call of an idempotent function."""
+    """An asynchronous call of an idempotent function.
+
+    It is sent again with the arguments that it had, in the state of its caller's thread.
+    """
 
     def __init__(
         self,
-        agent: Agent,
-        send: Callable[[float], Future[Any]],
-        to: object,
-        timeout: float,
+        comebacks: Comebacks,
+        send: Callable[[Any, Any, float], Future[Any]],
+        to: str,
+        args: Any,
+        kwargs: Any,
+        deadline: float,
         future: Future[Any],
     ) -> None:
-        self._agent = agent
+        self._comebacks = comebacks
         self._send = send
         self._to = to
-        self._deadline = agent.deadline(timeout)
+        self._args, self._kwargs = _same_for_ever((args, kwargs))
+        self._versions = [(t, _version_of(t)) for t in _tensors_in((args, kwargs))]
+        self._context = contextvars.copy_context()
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._deadline = deadline
         self._future = future
-        self._attempt(timeout)
 
-    def _attempt(self, timeout: float) -> None:
+    def attempt(self, timeout: float) -> None:
+        """Sends the call; what comes of it goes to the future."""
         try:
-            sent = self._send(timeout)
+            sent = self._send(self._args, self._kwargs, timeout)
         except LOST as error:
             self._try_again(error)
         except Exception as error:
@@ -112,12 +125,118 @@ class Resending:
             self._future.set_result(value)
 
     def _try_again(self, error: Exception) -> None:
-        self._agent.run_soon(lambda: self._wait_and_attempt(error))
+        limit = self._deadline or time.monotonic() + _NO_DEADLINE_S
 
-    def _wait_and_attempt(self, error: Exception) -> None:
-        try:
-            left = _await_return(self._agent, self._to, self._deadline, error)
-        except Exception as problem:
-            self._future.set_exception(problem)
-        else:
-            self._attempt(left)
+        def go_on(problem: Exception | None) -> None:
+            if problem is None and any(_version_of(t) != v for t, v in self._versions):
+                problem = PeerLostError(
+                    f"{error}. The call was not sent again: one of its tensors was changed "
+                    "in place meanwhile; send a clone()",
+                    worker=self._to,
+                )
+            if problem is not None:
+                self._future.set_exception(problem)
+                return
+            with torch.set_grad_enabled(self._is_grad_enabled):
+                # A copy, for this may come while another attempt is about to end.
+                context = self._context.copy()
+                context.run(self.attempt, _timeout_until(self._deadline))
+
+        self._comebacks.wait(self._to, limit, error, go_on)
+
+
+class _Waiter(NamedTuple):
+    """A call that waits for a worker."""
+
+    limit: float
+    error: Exception
+    go_on: Callable[[Exception | None], None]
+
+
+class Comebacks:
+    """Calls that wait until lost workers are back: one thread for each worker.
+
+    Args:
+        agent: Whose calls.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()  # guards what is below; any thread
+        self._waiters: dict[str, list[_Waiter]] = {}
+
+    def wait(
+        self,
+        name: str,
+        limit: float,
+        error: Exception,
+        go_on: Callable[[Exception | None], None],
+    ) -> None:
+        """Has something called on a thread of the pool when a worker is back.
+
+        Args:
+            name: The worker.
+            limit: When to give up, on the monotonic clock.
+            error: What ``go_on`` is given then; None if the worker is back.
+            go_on: What to call.
+        """
+        with self._lock:
+            is_first = name not in self._waiters
+            self._waiters.setdefault(name, []).append(_Waiter(limit, error, go_on))
+        if is_first:
+            self._agent.run_soon(lambda: self._watch(name))
+
+    def _watch(self, name: str) -> None:
+        problem: Exception | None = None
+        while next_limit := self._give_up_overdue(name):
+            left = min(_LOOK_S, max(0.0, next_limit - time.monotonic()))
+            try:
+                self._agent.membership.wait_for(name, left, or_role=False)
+            except ConnectTimeout:
+                continue
+            except Exception as error:  # this worker ends
+                problem = error
+            with self._lock:
+                waiters = self._waiters.pop(name)
+            for waiter in waiters:
+                waiter.go_on(problem)
+            return
+
+    def _give_up_overdue(self, name: str) -> float:
+        """Ends those whose limit has come; returns that of the next, 0 if there is none."""
+        now = time.monotonic()
+        with self._lock:
+            waiters = self._waiters[name]
+            overdue = [waiter for waiter in waiters if waiter.limit <= now]
+            waiters[:] = [waiter for waiter in waiters if waiter.limit > now]
+            next_limit = min((waiter.limit for waiter in waiters), default=0.0)
+            if not waiters:
+                del self._waiters[name]
+        for waiter in overdue:
+            waiter.go_on(waiter.error)
+        return next_limit
+
+
+def _same_for_ever(value: Any) -> Any:
+    """A copy of the containers of a value, which the program may change."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(map(_same_for_ever, value))
+    if kind is dict:
+        return {key: _same_for_ever(item) for key, item in value.items()}
+    return value
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -47,7 +47,9 @@ def idempotent(function: Callable[P, T]) -> Callable[P, T]:
 
     If the worker is lost before it has answered, the caller's agent waits until it is
     back, at most until the call's deadline, and sends the call again. Calls of all other
-    functions fail with `PeerLostError`, for nobody can know whether they have run.
+    functions fail with `PeerLostError`, for nobody can know whether they have run. If a
+    tensor among the arguments of an `rpc_async` was changed in place meanwhile, it is not
+    sent again.
 
     Inside an explicit autograd context the new call fails too: the context has lost a
     worker. See `gradwire.autograd.retry`.
