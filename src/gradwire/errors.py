@@ -340,7 +340,7 @@ class DeadlineExceeded(GradwireError, TimeoutError):
         >>> Future().wait(timeout=0.01)
         Traceback (most recent call last):
             ...
-        gradwire.errors.DeadlineExceeded: the future had no value after 0.01 s
+        gradwire.errors.DeadlineExceeded: the future had no result after 0.01 s; it ...
     """
 
 

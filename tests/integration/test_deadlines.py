@@ -360,5 +360,7 @@ def test_limit_of_a_wait_is_no_deadline_of_the_call():
         with pytest.raises(DeadlineExceeded) as caught:
             future.wait(0.05)
         assert not isinstance(caught.value, CallTimeout)
+        assert "block_until_set on worker 'w1'" in str(caught.value)
+        assert caught.value.about == "w1"
 
     assert future.wait() == "limit of a wait"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallTable", "Credits", "PendingCall"]
 
-_SMALL_PART = 16
+_LITTLE_PART, _SMALL_CALL_PART = 16, 256  # of the bound
 
 
 class PendingCall(Outcome):
@@ -67,6 +67,11 @@ class PendingCall(Outcome):
         self.notes = notes or {}
         for note in self.notes.values():
             note.call = self
+
+    def what(self) -> tuple[str, str | None]:
+        """See `Outcome`."""
+        worker = self.link.worker
+        return f"the call of {self.target} on worker {worker!r}", worker
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the answer; see `Outcome.wait`."""
@@ -158,14 +163,15 @@ class CallTable:
 class Credits:
     """A bound on the bytes that unanswered calls make a peer hold.
 
-    Who has to wait is served in the order of coming. But small calls, as long as all that
-    is taken stays below a small part of the bound, wait for nobody: a large one may have
-    to wait for calls that last, and these for them.
+    Who has to wait is served in the order of coming. But small calls pass those who wait
+    if there is room for them: what a large one waits for may wait for a small one itself.
+    And a little that is taken by others keeps nobody waiting: it may last.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
-        self._small = max_bytes // _SMALL_PART
+        self._little = max_bytes // _LITTLE_PART
+        self._small_call = max_bytes // _SMALL_CALL_PART
         # Guards all below; any calling thread, and those that read answers.
         self._lock = threading.Lock()
         self._used = 0
@@ -183,9 +189,9 @@ class Credits:
         A cost above the whole bound is granted when hardly anything else is taken.
         """
         with self._lock:
-            used = self._used + cost
-            if used <= self._small or (not self._waiters and self._fits(cost)):
-                self._used = used
+            may_pass = not self._waiters or cost <= self._small_call
+            if may_pass and self._fits(cost):
+                self._used += cost
                 return True
             waiter = _Waiter(cost)
             self._waiters.append(waiter)
@@ -205,9 +211,8 @@ class Credits:
 
     def _fits(self, cost: int) -> bool:
         """The caller holds the lock."""
-        if cost > self._max:
-            return self._used <= self._small or self._closed
-        return self._used + cost <= self._max or self._closed
+        is_free = self._used <= self._little or self._used + cost <= self._max
+        return is_free or self._closed
 
     def _grant(self) -> None:
         """Serves those who wait, in their order; the caller holds the lock."""

@@ -108,6 +108,10 @@ class Outcome:
                     self._waiters.remove(waiter)
         return True
 
+    def what(self) -> tuple[str, str | None]:
+        """What is waited for, in words; and the worker, if it is a call of one."""
+        return "the future", None
+
     def result(self) -> Any:
         """The value, or raises the error."""
         if self.error is not None:
@@ -170,7 +174,11 @@ class Future(torch.futures.Future[T], Generic[T]):
         if not self._outcome.done:
             _refuse_in_event_loop()
             if not self._outcome.wait(_check_limit(timeout)):
-                raise DeadlineExceeded(f"the future had no value after {timeout} s")
+                what, worker = self._outcome.what()
+                raise DeadlineExceeded(
+                    f"{what} had no result after {timeout} s; it can be waited for again",
+                    worker=worker,
+                )
         return cast(T, self._outcome.result())
 
     def value(self) -> T:

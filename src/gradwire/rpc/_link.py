@@ -76,6 +76,7 @@ class Link:
         self, connection: Connection, pool: WorkerPool, owner: LinkOwner
     ) -> None:
         self.connection = connection
+        self.worker = ""  # the name of whoever is at the other end
         self.shares_clock = True  # processes of one host do
         self.clock_offset = 0.0  # the peer's monotonic clock minus ours
         self.last_received = self.last_sent = time.monotonic()

@@ -332,6 +332,7 @@ class Network:
                 if self._closed:
                     raise ClosedError("the agent is shut down")
                 link = Link(connection, self._pool, self._owner)
+                link.worker = peer.info.name
                 if get_transport(connection.scheme).capabilities.crosses_hosts:
                     link.clock_offset = offset
                     link.shares_clock = False

@@ -98,20 +98,20 @@ def test_nobody_who_comes_later_is_served_before():
     assert credits_.used == 80
 
 
-def test_small_ones_pass_while_little_is_taken():
-    """What lasts is small, and what it waits for is small, too."""
-    credits_ = Credits(1600)
-    credits_.take(50, past())
-    large, large_answers = start_taking(credits_, 1590, soon())
+def test_small_ones_pass_those_who_wait():
+    """What a large one waits for may wait for a small one itself."""
+    credits_ = Credits(2560)
+    credits_.take(2000, past())
+    large, large_answers = start_taking(credits_, 600, soon())
     wait_for_waiters(credits_, 1)
 
-    assert credits_.take(50, past())
-    assert not credits_.take(1, past())
-    credits_.give(50)
-    credits_.give(50)
+    assert credits_.take(10, past())
+    assert not credits_.take(11, past())
+    credits_.give(2000)
 
     large.join(LIMIT_S)
     assert large_answers == [True]
+    assert credits_.used == 610
 
 
 def test_who_gives_up_makes_room_for_those_behind():
