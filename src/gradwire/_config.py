@@ -23,6 +23,9 @@ NAME_VARIABLE = "GRADWIRE_NAME"
 ROLES_VARIABLE = "GRADWIRE_ROLES"
 """Roles of all workers, as ``launch._roles`` writes them."""
 
+TLS_VARIABLES = ("GRADWIRE_TLS_CA", "GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY")
+"""Files of a worker for TLS; see `TlsOptions`."""
+
 UNSET_TIMEOUT = -1.0
 """The value of ``timeout=`` that means "the default of the agent", as in torch."""
 
@@ -100,7 +103,8 @@ class RpcBackendOptions:
 
     Attributes:
         rpc_timeout: Default deadline of a call. 0: bounded by the peer's liveness only.
-        init_method: Where workers meet: ``env://``, ``tcp://host:port`` or ``file://path``.
+        init_method: Where workers meet: ``env://``, ``tcp://host:port`` or
+            ``file:///path``.
         init_timeout: How long ``init_rpc`` waits for the other workers.
         connect_timeout: Limit for opening one connection, handshake included.
         lost_after: A peer that was not heard of for so long is lost.
@@ -289,14 +293,13 @@ def find_tls(options: RpcBackendOptions) -> TlsOptions | None:
     """The certificates from the options or the environment; None if there are none."""
     if options.tls is not None:
         return options.tls
-    variables = [f"GRADWIRE_TLS_{what}" for what in ("CA", "CERT", "KEY")]
-    paths = [os.environ.get(variable, "") for variable in variables]
+    paths = [os.environ.get(variable, "") for variable in TLS_VARIABLES]
     if not any(paths):
         return None
     if not all(paths):
-        missing = [v for v, path in zip(variables, paths, strict=True) if not path]
+        missing = [v for v, path in zip(TLS_VARIABLES, paths, strict=True) if not path]
         raise UsageError(
-            f"TLS needs all of {', '.join(variables)}; missing: {', '.join(missing)}"
+            f"TLS needs all of {', '.join(TLS_VARIABLES)}; missing: {', '.join(missing)}"
         )
     return TlsOptions(ca=paths[0], certificate=paths[1], key=paths[2])
 
