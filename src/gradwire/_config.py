@@ -220,8 +220,7 @@ class RpcBackendOptions:
                 f"{type(self.allow_plain_tcp).__name__}"
             )
         _check_modules(self.allowed_modules)
-        if self.transports is not None and not self.transports:
-            raise ValueError("transports must name at least one transport, or be None")
+        _check_transports(self.transports)
         if self.secret is not None:
             if not isinstance(self.secret, (str, bytes)):
                 raise TypeError(
@@ -230,6 +229,16 @@ class RpcBackendOptions:
             if not self.secret:
                 raise ValueError("secret must not be empty; use None for 'no secret'")
             object.__setattr__(self, "secret", _hide(self.secret))
+
+
+def _check_transports(names: object) -> None:
+    if isinstance(names, str):
+        raise TypeError(
+            f"transports must be a tuple of names of transports, found the str {names!r}; "
+            f"write transports=({names!r},)"
+        )
+    if names is not None and not names:
+        raise ValueError("transports must name at least one transport, or be None")
 
 
 def _check_modules(names: object) -> None:

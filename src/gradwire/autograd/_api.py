@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ __all__ = [
     "grad",
     "is_available",
 ]
+
+
+P = ParamSpec("P")
 
 
 class Context(int):
@@ -137,6 +141,23 @@ class context:
             exchange.releases.release(side)
 
 
+def _with_context_first(function: Callable[P, None]) -> Callable[P, None]:
+    """Says what to do where the context was forgotten; Python would ask for roots."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        if args and not isinstance(args[0], int):
+            raise TypeError(
+                "backward expects the id of a context first, backward(context_id, [loss]), "
+                f"found {type(args[0]).__name__}; or call ctx.backward(loss) inside of "
+                "`with context() as ctx`, or, without a context, loss.backward()"
+            )
+        function(*args, **kwargs)
+
+    return checked
+
+
+@_with_context_first
 def backward(
     context_id: int,
     roots: Tensor | Sequence[Tensor],
