@@ -233,6 +233,8 @@ MODULES = (
     "gradwire.launch",
     "gradwire.torch_compat",
 )
+EXTENSION_POINTS = ("gradwire.transport",)
+"""Shown as well, for those who extend gradwire: their pages have the examples."""
 _SHARED = (
     "gradwire.rpc",
     "gradwire.autograd",

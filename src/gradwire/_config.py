@@ -23,6 +23,9 @@ NAME_VARIABLE = "GRADWIRE_NAME"
 ROLES_VARIABLE = "GRADWIRE_ROLES"
 """Roles of all workers, as ``launch._roles`` writes them."""
 
+TLS_VARIABLES = ("GRADWIRE_TLS_CA", "GRADWIRE_TLS_CERT", "GRADWIRE_TLS_KEY")
+"""Files of a worker for TLS; see `TlsOptions`."""
+
 UNSET_TIMEOUT = -1.0
 """The value of ``timeout=`` that means "the default of the agent", as in torch."""
 
@@ -100,7 +103,8 @@ class RpcBackendOptions:
 
     Attributes:
         rpc_timeout: Default deadline of a call. 0: bounded by the peer's liveness only.
-        init_method: Where workers meet: ``env://``, ``tcp://host:port`` or ``file://path``.
+        init_method: Where workers meet: ``env://``, ``tcp://host:port`` or
+            ``file:///path``.
         init_timeout: How long ``init_rpc`` waits for the other workers.
         connect_timeout: Limit for opening one connection, handshake included.
         lost_after: A peer that was not heard of for so long is lost.
@@ -216,8 +220,7 @@ class RpcBackendOptions:
                 f"{type(self.allow_plain_tcp).__name__}"
             )
         _check_modules(self.allowed_modules)
-        if self.transports is not None and not self.transports:
-            raise ValueError("transports must name at least one transport, or be None")
+        _check_transports(self.transports)
         if self.secret is not None:
             if not isinstance(self.secret, (str, bytes)):
                 raise TypeError(
@@ -226,6 +229,16 @@ class RpcBackendOptions:
             if not self.secret:
                 raise ValueError("secret must not be empty; use None for 'no secret'")
             object.__setattr__(self, "secret", _hide(self.secret))
+
+
+def _check_transports(names: object) -> None:
+    if isinstance(names, str):
+        raise TypeError(
+            f"transports must be a tuple of names of transports, found the str {names!r}; "
+            f"write transports=({names!r},)"
+        )
+    if names is not None and not names:
+        raise ValueError("transports must name at least one transport, or be None")
 
 
 def _check_modules(names: object) -> None:
@@ -289,14 +302,13 @@ def find_tls(options: RpcBackendOptions) -> TlsOptions | None:
     """The certificates from the options or the environment; None if there are none."""
     if options.tls is not None:
         return options.tls
-    variables = [f"GRADWIRE_TLS_{what}" for what in ("CA", "CERT", "KEY")]
-    paths = [os.environ.get(variable, "") for variable in variables]
+    paths = [os.environ.get(variable, "") for variable in TLS_VARIABLES]
     if not any(paths):
         return None
     if not all(paths):
-        missing = [v for v, path in zip(variables, paths, strict=True) if not path]
+        missing = [v for v, path in zip(TLS_VARIABLES, paths, strict=True) if not path]
         raise UsageError(
-            f"TLS needs all of {', '.join(variables)}; missing: {', '.join(missing)}"
+            f"TLS needs all of {', '.join(TLS_VARIABLES)}; missing: {', '.join(missing)}"
         )
     return TlsOptions(ca=paths[0], certificate=paths[1], key=paths[2])
 

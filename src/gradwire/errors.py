@@ -9,7 +9,8 @@
                                       VersionMismatch, HandshakeRefused
       SerializationError              EncodeError, DecodeError
       DeadlineExceeded(TimeoutError)  ConnectTimeout, CallTimeout, ShutdownTimeout,
-                                      BackwardTimeout
+                                      BackwardTimeout, LaunchTimeout
+      LaunchError(RuntimeError)       a worker that was started has died
       RemoteError                     user code raised on another worker
       LimitExceeded                   a worker asked for more than another one grants it
       AutogradError(RuntimeError)     BackwardFailed, GraphConsumed, ForeignGraph
@@ -20,7 +21,7 @@
 The tree is split by what the caller can do about it: mend the program (UsageError,
 AutogradError, SerializationError), wait or go on without a worker (TransportError,
 DeadlineExceeded), ask for less (LimitExceeded), report a bug or a stranger
-(ProtocolError), look at the other worker (RemoteError), or begin again from a saved
+(ProtocolError), look at the other worker (RemoteError, LaunchError), or begin again from a saved
 state (NotRepeatable, RolledBack).
 Bad argument types and values raise plain ``TypeError`` and ``ValueError``.
 

@@ -307,7 +307,9 @@ def test_missing_function_is_named():
         del api.only_here  # type: ignore[attr-defined]
 
     assert_raised_on("w1", error, DecodeError)
-    assert "cannot find 'only_here' of module 'api_functions'" in str(error)
+    assert "cannot find 'only_here' of module 'api_functions' on worker 'w1'" in str(
+        error
+    )
 
 
 UNPICKLABLE = {

@@ -711,7 +711,9 @@ def test_loss_is_noticed_at_once_though_a_child_lives_on(
 
     start = time.monotonic()
     try:
-        with pytest.raises(PeerLostError, match=r"'w1'.*it closed the connection"):
+        with pytest.raises(
+            PeerLostError, match=r"'w1'.*it closed the connection.*see its output"
+        ):
             cluster.run(0, call, "w1", die_before_a_child, str(pid_file))
         assert time.monotonic() - start < 10 * NOTICED_S
     finally:

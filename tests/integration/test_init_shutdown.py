@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -303,8 +304,10 @@ def test_missing_workers_are_all_named(bare, file_url):
 def test_missing_store_is_named(bare, tcp_url):
     address = tcp_url.removeprefix("tcp://")
 
-    with pytest.raises(ConnectTimeout, match=f"nobody served .* at {address}"):
-        bare.run(0, join, 1, 2, tcp_url, init_timeout=0.5)
+    with pytest.raises(
+        ConnectTimeout, match=f"nobody served .* at {address} within 0.5 s"
+    ):
+        bare.run(0, join, 1, 2, tcp_url, init_timeout=0.51234)
 
 
 def test_init_has_a_limit_also_if_others_cannot_be_reached(bare, make_cluster):
@@ -469,8 +472,16 @@ def test_rank_outside_the_group_is_refused(file_url, rank, world_size):
 def test_options_of_another_class_are_refused():
     options: Any = {"rpc_timeout": 5}
 
-    with pytest.raises(TypeError, match="must be an instance of RpcBackendOptions"):
+    text = r"instance of gradwire\.rpc\.RpcBackendOptions, found one of builtins\.dict"
+    with pytest.raises(TypeError, match=text):
         rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
+
+
+def test_name_of_a_transport_instead_of_a_tuple_is_refused():
+    name: Any = "unix"
+
+    with pytest.raises(TypeError, match=r"write transports=\('unix',\)"):
+        rpc.RpcBackendOptions(transports=name)
 
 
 def test_backend_of_torch_is_refused():
@@ -621,6 +632,30 @@ def test_shutdown_waits_for_calls_that_begin_meanwhile(bare, file_url):
     handles += [bare.start(rank, rpc.shutdown) for rank in (1, 2)]
 
     assert [handle.result() for handle in handles] == ["w1", None, None]
+
+
+def words_of_a_long_wait():
+    """What is logged, at the level that programs see without more ado."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    current_agent().departure._pause_s = 0.01
+    logger = logging.getLogger("gradwire.rpc")
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(ShutdownTimeout):
+            rpc.shutdown(timeout=1.0)
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_long_wait_in_a_shutdown_is_warned_about(bare, file_url):
+    join_all(bare, file_url)
+
+    said = bare.run(1, words_of_a_long_wait)
+
+    assert "worker w1 still waits in a graceful shutdown" in said[0]
 
 
 def shut_down_late(timeout):

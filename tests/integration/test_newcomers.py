@@ -5,6 +5,7 @@ Each message must say what was wrong, where, and what to do next.
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
@@ -216,6 +217,17 @@ def test_forgotten_context():
 
 
 @on_worker(0)
+def test_context_was_not_passed():
+    x = torch.ones(2, requires_grad=True)
+    loss = rpc.rpc_sync("w1", functions.add, (x, 1)).sum()
+    roots: Any
+
+    for roots in ([loss], loss):
+        text = text_of(TypeError, functools.partial(autograd.backward, roots))
+        says(text, "id of a context", "ctx.backward(loss)", "loss.backward()")
+
+
+@on_worker(0)
 def test_reference_outside_a_context_warns_and_says_what_to_do():
     x = torch.ones(2, requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:
@@ -235,3 +247,14 @@ def test_gradients_are_read_after_the_context():
     text = text_of(UnknownContext, lambda: autograd.get_gradients(ctx))
 
     says(text, "it was released", "inside the block")
+
+
+@on_worker(0)
+def test_backward_is_called_after_the_context():
+    with autograd.context() as ctx:
+        x = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync("w1", functions.add, (x, 1)).sum()
+
+    text = text_of(UnknownContext, lambda: ctx.backward(loss))
+
+    says(text, "call backward and read its gradients inside the block")

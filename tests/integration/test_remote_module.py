@@ -115,6 +115,11 @@ def test_remote_device_malformed_is_refused(text):
         RemoteModule(text, nn.Linear, (1, 1))
 
 
+def test_remote_device_that_there_is_not_is_named():
+    with pytest.raises(ValueError, match=r"'w1/gpu': 'gpu' is no device of torch"):
+        RemoteModule("w1/gpu", nn.Linear, (1, 1))
+
+
 @pytest.mark.parametrize("text", ["rank:", "rank:x/cpu", "rank:-1", "rank:1.5"])
 def test_remote_device_with_a_malformed_rank_is_refused(text):
     with pytest.raises(ValueError, match="remote_device must be"):
@@ -129,6 +134,14 @@ def test_remote_device_of_another_type_is_refused():
 def test_remote_module_without_rpc_is_refused():
     with pytest.raises(NotInitialized, match="init_rpc"):
         RemoteModule("w1", nn.Linear, (1, 1))
+
+
+@on_worker(0)
+def test_module_instead_of_its_class_is_refused():
+    module: Any = nn.Linear(1, 1)
+
+    with pytest.raises(TypeError, match=r"class or function.*an instance of Linear"):
+        RemoteModule("w1", module)
 
 
 @on_worker(0)

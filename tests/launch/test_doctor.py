@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from certificates import Office
 from gradwire import rpc
 from gradwire.launch._checks import Finding, check_host
 
@@ -101,7 +102,14 @@ def test_meeting_place_that_does_not_answer_is_bad_for_others_than_rank_0(monkey
     assert find("meeting place").level == "bad"
 
 
-def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+def test_without_a_secret_the_way_between_hosts_is_told_in_full():
+    remedy = find("secret").remedy
+
+    assert "certificates" in remedy
+    assert "GRADWIRE_ALLOW_PLAIN_TCP=1 and the same GRADWIRE_SECRET" in remedy
+
+
+def doctor(*arguments: str, **environment: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "gradwire", *arguments],
         capture_output=True,
@@ -109,7 +117,11 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
         timeout=100,
         check=False,
         cwd=Path(__file__).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            **{name: str(value) for name, value in environment.items()},
+        },
     )
 
 
@@ -127,3 +139,32 @@ def test_command_measures_all_workers_of_a_group():
     assert done.returncode == 0, done.stderr
     assert "ok   to worker:1 by " in done.stdout
     assert "ok   to worker:0 by " in done.stdout
+
+
+def certificates_of(worker: str, folder: Path) -> dict[str, object]:
+    tls = Office(folder).options(worker)
+    return {
+        "GRADWIRE_TLS_CA": tls.ca,
+        "GRADWIRE_TLS_CERT": tls.certificate,
+        "GRADWIRE_TLS_KEY": tls.key,
+    }
+
+
+def test_certificates_of_the_job_are_not_for_the_own_workers_of_the_command(tmp_path):
+    done = doctor("doctor", **certificates_of("trainer:0", tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert "ok   tls: " in done.stdout
+    assert "ok   to patient by unix: " in done.stdout
+
+
+def test_member_that_cannot_join_says_so_without_a_traceback(tmp_path):
+    done = doctor(
+        *("run", "--role", "worker=1", "-m", "gradwire", "doctor"),
+        **certificates_of("trainer:0", tmp_path),
+    )
+
+    assert done.returncode == 1
+    assert "BAD  group: " in done.stdout
+    assert "trainer:0" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

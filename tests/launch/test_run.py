@@ -208,6 +208,8 @@ def test_hosts_that_start_too_few_workers_together_are_told():
 
     assert [job.returncode for job in jobs] == [1, 1]
     assert any("w=3 have 3 workers on all hosts together, but 2" in t for t in texts)
+    place = f"gradwire: waits for all 2 hosts at 127.0.0.1:{port}"
+    assert [text.splitlines()[0] for text in texts] == [place, place]
 
 
 @pytest.mark.parametrize(
@@ -226,6 +228,10 @@ def test_hosts_that_start_too_few_workers_together_are_told():
         ),
         (["--role", f"{'a' * 126}=2", str(PROGRAMS)], "shorter than 128 characters"),
         (["--nnodes", "0", str(PROGRAMS)], "--nnodes must be at least 1, found 0"),
+        (
+            ["--role", "a=4", "--nnodes", "2", str(PROGRAMS)],
+            "2 hosts need a place to meet: pass --rdzv-endpoint HOST:PORT",
+        ),
         (["--nproc-per-node", "0", str(PROGRAMS)], "--nproc-per-node must be at least"),
         (["--max-restarts", "-1", str(PROGRAMS)], "at least 0, found -1"),
     ],

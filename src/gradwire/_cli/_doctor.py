@@ -6,6 +6,8 @@ import argparse
 import os
 from typing import Any
 
+from gradwire.errors import GradwireError
+
 __all__ = ["add_to"]
 
 _DESCRIPTION = """\
@@ -38,7 +40,6 @@ def add_to(commands: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     # The checks import all of gradwire.
-    from gradwire import launch, rpc  # noqa: PLC0415
     from gradwire._config import NAME_VARIABLE, RpcBackendOptions  # noqa: PLC0415
     from gradwire.launch._checks import check_host  # noqa: PLC0415
 
@@ -51,22 +52,44 @@ def _run(options: argparse.Namespace) -> int:
             print(f"       -> {finding.remedy}")
     if options.no_measure:
         return 1 if num_bad else 0
-    if is_member:
-        rpc.init_rpc()
-        lines = _measure_all()
-        rpc.shutdown(timeout=_LIMIT_S)
-    else:
-        found = launch.spawn(
-            {"doctor": _measure_all},
-            {"doctor": 1, "patient": 1},
-            timeout=_LIMIT_S,
-            start_method="spawn",
-        )
-        lines = found["doctor"]
+    try:
+        lines = _measure_group() if is_member else _measure_own_pair()
+    except GradwireError as error:
+        # Without the traceback of another process, if it has one.
+        why = error.args[0] if error.args else error
+        lines = [(True, f"BAD  {'group' if is_member else 'workers'}: {why}")]
     for is_bad, line in lines:
         num_bad += is_bad
         print(line)
     return 1 if num_bad else 0
+
+
+def _measure_group() -> list[tuple[bool, str]]:
+    """As the member of a group that a launcher has started."""
+    from gradwire import rpc  # noqa: PLC0415
+
+    rpc.init_rpc()
+    lines = _measure_all()
+    rpc.shutdown(timeout=_LIMIT_S)
+    return lines
+
+
+def _measure_own_pair() -> list[tuple[bool, str]]:
+    """With two workers on this host."""
+    from gradwire import launch  # noqa: PLC0415
+    from gradwire._config import TLS_VARIABLES  # noqa: PLC0415
+
+    for variable in TLS_VARIABLES:
+        # The certificate is for a worker of the job; these two have other names.
+        os.environ.pop(variable, None)
+    found = launch.spawn(
+        {"doctor": _measure_all},
+        {"doctor": 1, "patient": 1},
+        timeout=_LIMIT_S,
+        start_method="spawn",
+    )
+    lines: list[tuple[bool, str]] = found["doctor"]
+    return lines
 
 
 def _measure_all() -> list[tuple[bool, str]]:

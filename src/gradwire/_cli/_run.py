@@ -24,7 +24,7 @@ is yours alone, with GRADWIRE_ALLOW_PLAIN_TCP=1 and the same GRADWIRE_SECRET.
 
 _TORCH_OPTIONS = {
     "node-rank": "rank of this host; without it the hosts agree on an order",
-    "rdzv-endpoint": "where the hosts meet: HOST:PORT of one of them",
+    "rdzv-endpoint": "where the hosts meet: HOST:PORT of one of them; needed if there are several",
     "rdzv-id": "name of the job, if several meet at one place",
     "local-addr": "address of this host that the others reach",
 }
@@ -42,7 +42,8 @@ def add_to(commands: Any) -> None:
         "--role",
         action="append",
         metavar="NAME=COUNT",
-        help="a role and its number of workers, on all hosts together; repeat it",
+        help="a role and its number of workers, on all hosts together; repeat it. "
+        "Without any the role is worker, with --nproc-per-node workers on each host",
     )
     parser.add_argument(
         "--nnodes", type=int, default=1, metavar="N", help="number of hosts"
@@ -75,6 +76,11 @@ def _run(options: argparse.Namespace) -> int:
     _check_at_least(1, "--nnodes", options.nnodes)
     _check_at_least(1, "--nproc-per-node", options.nproc_per_node)
     _check_at_least(0, "--max-restarts", options.max_restarts)
+    if options.nnodes > 1 and not options.rdzv_endpoint:
+        raise UsageError(
+            f"{options.nnodes} hosts need a place to meet: pass --rdzv-endpoint HOST:PORT, "
+            "with the name of one of the hosts and a free port there, the same on each host"
+        )
     num_here = options.nproc_per_node
     roles = (
         _roles.parse_roles(options.role)

@@ -338,8 +338,9 @@ def check_repeatable(exchange: Exchange, what: str) -> None:
 def _id_of(context_id: int) -> int:
     if type(context_id) is bool or not hasattr(context_id, "__index__"):
         raise TypeError(
-            "a context is what `with gradwire.autograd.context() as ctx` gave, or its id, "
-            f"an int; found {type(context_id).__name__}"
+            "expected a context, which `with gradwire.autograd.context() as ctx` gives, or "
+            f"its id, an int; found {type(context_id).__name__}. Without a context call "
+            "loss.backward()"
         )
     return operator.index(context_id)
 

@@ -131,7 +131,7 @@ class Registry:
         if is_over and not is_implicit(key):
             raise ContextReleased(
                 f"Could not find autograd context with id: {key}: it was released when "
-                "its `with` block was left; read its gradients inside the block",
+                "its `with` block was left; call backward and read its gradients inside the block",
                 worker=self._exchange.agent.info.name,
             )
         raise UnknownContext(

@@ -237,7 +237,9 @@ def _check_secret(options: RpcBackendOptions) -> Iterator[Finding]:
             "note",
             "secret",
             "none",
-            "workers of one user on one host need none; between hosts set GRADWIRE_SECRET",
+            "workers of one user on one host need none; between hosts they need "
+            "certificates (gradwire certs makes them), or GRADWIRE_ALLOW_PLAIN_TCP=1 and "
+            "the same GRADWIRE_SECRET everywhere",
         )
         return
     if len(secret) < _SHORT_SECRET:

@@ -165,6 +165,8 @@ def _launch(job: Job, num_here: int, logs: _Logs, output: Output) -> int:
             job.program[0],
         ]
     )
+    if job.num_nodes > 1:
+        say(f"waits for all {job.num_nodes} hosts at {arguments.rdzv_endpoint}")
     config, _, _ = config_from_args(arguments)
     config.run_id = config.run_id or "gradwire"
     config.logs_specs = logs

@@ -38,7 +38,10 @@ def parse_placement(text: str) -> Placement:
     try:
         device = str(torch.device(device or "cpu"))
     except RuntimeError as error:
-        _refuse(text, error)
+        raise ValueError(
+            f"remote_device {text!r}: {device!r} is no device of torch, such as 'cpu' or "
+            f"'cuda:0'"
+        ) from error
     if not worker.startswith(_RANK):
         return Placement(check_worker_name(worker), device)
     rank = worker.removeprefix(_RANK)
@@ -47,8 +50,8 @@ def parse_placement(text: str) -> Placement:
     return Placement(int(rank), device)
 
 
-def _refuse(text: str, cause: Exception | None = None) -> NoReturn:
+def _refuse(text: str) -> NoReturn:
     raise ValueError(
         'remote_device must be "<worker>/<device>", "rank:<number>/<device>" or either of '
         f'them without "/<device>", which is then the CPU; found {text!r}'
-    ) from cause
+    )

@@ -91,6 +91,12 @@ class RemoteModule(StandIn, nn.Module):
         super().__init__()
         on, device = _locate(remote_device)
         agent = current_agent()
+        if isinstance(module_cls, nn.Module):
+            raise TypeError(
+                "module_cls must be a class or function that makes a module on worker "
+                f"{on!r}, found an instance of {type(module_cls).__name__}: pass the class, "
+                "and its arguments as args=(...)"
+            )
         if agent.is_safe and (callable(module_cls) or type(module_cls) is str):
             module_cls = agent.targets.name(module_cls) or ""
         elif not callable(module_cls):

@@ -110,11 +110,11 @@ class Agent:
             self.targets = ExportedTargets(exports, name)
         else:
             self.serializer = PickleSerializer()
-            self.targets = AnyTargets()
+            self.targets = AnyTargets(name)
             if options.allowed_modules is not None:
                 allowed = AllowedModules(options.allowed_modules, exports.is_own)
                 self.serializer = PickleSerializer(allowed.find)
-                self.targets = AnyTargets(allowed.find)
+                self.targets = AnyTargets(name, allowed.find)
                 self._find_global = allowed.find
         secret = find_secret(options)
         credentials = find_credentials(options, name)

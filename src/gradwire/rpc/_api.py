@@ -107,7 +107,7 @@ def init_rpc(
     Raises:
         UsageError: RPC is initialised already, the name or rank is taken, or the
             certificate for TLS is not one that other workers would accept.
-        ConnectTimeout: Workers are missing; the message names them.
+        ConnectTimeout: Workers are missing; the message tells their ranks.
         ConnectError: The rendezvous store or an address cannot be used.
 
     Example:
@@ -122,8 +122,9 @@ def init_rpc(
     )
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(
-            "Argument rpc_backend_options must be an instance of RpcBackendOptions, not "
-            f"{type(options).__name__}"
+            "Argument rpc_backend_options must be an instance of "
+            "gradwire.rpc.RpcBackendOptions, found one of "
+            f"{type(options).__module__}.{type(options).__qualname__}"
         )
     if backend is not None:
         raise TypeError(

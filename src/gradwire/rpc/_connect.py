@@ -124,9 +124,12 @@ class Dialer:
             channel = interruptible(transport.connect, record.addresses[scheme], left)
         except (ConnectError, ConnectTimeout) as error:
             kind = ConnectError if isinstance(error, ConnectError) else ConnectTimeout
+            hint = ""
+            if nobody_listens(error):
+                hint = "; nobody listens there: has that worker ended?"
             raise kind(
                 f"cannot connect to worker {record.name!r} (rank {record.rank}) by {scheme} "
-                f"at {record.addresses[scheme]}: {error}",
+                f"at {record.addresses[scheme]}: {error}{hint}",
                 worker=record.name,
             ) from error
         try:

@@ -159,7 +159,7 @@ class Departure:
             return
         self._pause_s *= 2
         self._next_word = now + self._pause_s
-        _log.info(
+        _log.warning(
             "worker %s still waits in a graceful shutdown for %s",
             self._agent.info.name,
             "; ".join(self._reasons([])) or "the others",

@@ -261,7 +261,7 @@ def _await_server(host: str, port: int, deadline: float, limit_s: float) -> None
             if time.monotonic() + delay >= deadline:
                 raise ConnectTimeout(
                     f"nobody served the rendezvous store at {host}:{port} within "
-                    f"{limit_s} s: {error}; is rank 0 started, and is this its address?"
+                    f"{limit_s:.1f} s: {error}; is rank 0 started, and is this its address?"
                 ) from error
             time.sleep(delay)
             delay = min(delay * 2, 0.25)

@@ -50,10 +50,14 @@ class AnyTargets(Targets):
     """Workers that trust each other: whatever can be imported, or pickled.
 
     Args:
+        worker: Name of this worker.
         find: Finds a global, or refuses it; None: all are good.
     """
 
-    def __init__(self, find: Callable[[str, str], Any] | None = None) -> None:
+    def __init__(
+        self, worker: str, find: Callable[[str, str], Any] | None = None
+    ) -> None:
+        self._here = f"worker {worker!r}"
         self._find = find
 
     def name(self, function: Any) -> str | None:
@@ -62,11 +66,11 @@ class AnyTargets(Targets):
 
     def find(self, name: str, peer: Peer | None) -> Callable[..., Any]:
         """See `Targets`."""
-        return resolve(name, self._find)
+        return resolve(name, self._find, self._here)
 
     def find_class(self, name: str, peer: Peer | None) -> Callable[..., Any]:
         """See `Targets`."""
-        return resolve(name, self._find)
+        return resolve(name, self._find, self._here)
 
     def method(self, value: Any, name: str, peer: Peer | None) -> Any:
         """See `Targets`."""

@@ -34,11 +34,13 @@ __all__ = [
     "delete_references",
     "drop_references",
     "find_worker",
+    "function_of",
     "inspect_context",
     "is_open_group",
     "is_over",
     "is_worker",
     "loss_of",
+    "note_function",
     "open_context",
     "record_in_contexts_only",
     "reference_counts",
@@ -209,6 +211,17 @@ def creation_error(rref: RRef[Any]) -> BaseException | None:
     """Why there is no value, as far as this worker knows."""
     outcome = getattr(rref._ref, "confirmation", None)
     return None if outcome is None else outcome.error
+
+
+def note_function(rref: RRef[Any], function: Any) -> None:
+    """Keeps which function makes the value."""
+    if function is not None:
+        rref._creation.function = function  # type: ignore[attr-defined]
+
+
+def function_of(rref: RRef[Any]) -> Any:
+    """The function that was noted; None if there is none."""
+    return getattr(getattr(rref, "_creation", None), "function", None)
 
 
 def is_over(rref: RRef[Any]) -> bool:

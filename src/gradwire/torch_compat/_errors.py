@@ -10,7 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from types import MemberDescriptorType, TracebackType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    TracebackType,
+)
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ from gradwire.errors import (
 )
 from gradwire.torch_compat import _core
 
-__all__ = ["as_torch_error", "torch_errors"]
+__all__ = ["as_torch_error", "operator_or_none", "torch_errors"]
 
 _TORCH_RAISES = (RuntimeError, ValueError, TypeError)
 
@@ -95,6 +100,15 @@ class torch_errors:
             raise translated from error.__cause__
         finally:
             del translated
+
+
+def operator_or_none(function: Any) -> Any:
+    """What to keep of a function that is called, until it is known whether it fails.
+
+    The table of operators takes a while to make, so it is looked at only then.
+    """
+    is_plain = isinstance(function, (BuiltinFunctionType, FunctionType))
+    return function if is_plain else None  # a method would keep its object alive
 
 
 def _is_operator(function: Any) -> bool:

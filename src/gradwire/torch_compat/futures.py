@@ -18,16 +18,22 @@ S = TypeVar("S")
 
 
 class TorchFuture(Future[T], Generic[T]):
-    """A future whose errors are of the types that torch raises."""
+    """A future whose errors are of the types that torch raises.
+
+    Attributes:
+        function: What is called, if it may be an operator of torch.
+    """
+
+    function: Any = None
 
     def wait(self, timeout: float | None = None) -> T:
         """As `gradwire.rpc.Future.wait`."""
-        with torch_errors():
+        with torch_errors(self.function):
             return super().wait(timeout)
 
     def value(self) -> T:
         """As `gradwire.rpc.Future.value`."""
-        with torch_errors():
+        with torch_errors(self.function):
             return super().value()
 
     def has_failed(self) -> bool:

@@ -36,7 +36,10 @@ from gradwire.transport import _memory, _segments
 from gradwire.transport._parts import Bulk, IncomingBulk, Offer, Tickets
 from gradwire.transport.base import Connection, Frame, Limits, RawBuffer, Ticket
 
-__all__ = ["StreamConnection"]
+__all__ = ["CLOSED", "StreamConnection"]
+
+CLOSED = "it closed the connection: its process has probably ended; see its output"
+"""The end of a connection that the peer has closed without a word."""
 
 _HEADER = struct.Struct("!IHBB")
 _HEADER_BYTES = _HEADER.size
@@ -485,7 +488,7 @@ class StreamConnection(Connection):
         if ancillary:
             self._keep_descriptors(ancillary)
         if not count:
-            self.end = self.end or self._write_failure or "it closed the connection"
+            self.end = self.end or self._write_failure or CLOSED
         return count
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:

@@ -17,7 +17,7 @@ from gradwire._certificate_names import CertificateNames, names_in
 from gradwire.errors import ConnectError, GradwireError, HandshakeRefused
 from gradwire.transport._forks import keep_from_children
 from gradwire.transport._sockets import SocketListener, prepare_socket
-from gradwire.transport._stream import StreamConnection
+from gradwire.transport._stream import CLOSED, StreamConnection
 from gradwire.transport._tcp import open_connection, open_listener, parse_address
 from gradwire.transport._tls_credentials import TlsCredentials
 from gradwire.transport._tls_errors import CERTIFICATE, explain
@@ -250,7 +250,7 @@ class TlsConnection(StreamConnection):
                 self._tls.only_buffered = False
         if self._tls.has_ended:
             # Not always seen by the poller: the peer may end TLS and keep the socket.
-            self.end = self.end or self._write_failure or "it closed the connection"
+            self.end = self.end or self._write_failure or CLOSED
         return frames
 
     @property

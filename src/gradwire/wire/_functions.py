@@ -94,13 +94,16 @@ def name_of(function: Callable[..., Any]) -> str | None:
 
 
 def resolve(
-    name: str, find: Callable[[str, str], Any] | None = None
+    name: str,
+    find: Callable[[str, str], Any] | None = None,
+    here: str = "this worker",
 ) -> Callable[..., Any]:
     """Finds the function that a name stands for, importing its module if needed.
 
     Args:
         name: The name.
         find: Finds a global, or refuses it; by default `find_global`.
+        here: This worker, for texts.
 
     Raises:
         DecodeError: If there is no such function here.
@@ -114,11 +117,11 @@ def resolve(
         raise DecodeError(
             f"the name of a function must look like 'module:name', found {name!r}"
         )
-    function = (find or find_global)(module, qualname)
+    function = find(module, qualname) if find else find_global(module, qualname, here)
     if not callable(function):
         raise DecodeError(
             f"{qualname!r} in module {module!r} should be a function, but is of type "
-            f"{type(function).__name__} on this worker"
+            f"{type(function).__name__} on {here}"
         )
     place = None if find else _place_of(function, name, module, qualname)
     if place is not None:
@@ -128,7 +131,7 @@ def resolve(
     return function  # type: ignore[no-any-return]
 
 
-def find_global(module: str, qualname: str) -> Any:
+def find_global(module: str, qualname: str, here: str = "this worker") -> Any:
     """Finds ``qualname`` in a module, importing the module if needed.
 
     Raises:
@@ -150,9 +153,9 @@ def find_global(module: str, qualname: str) -> Any:
             # The first one tells more: __mp_main__ mostly does not exist at all.
             cause = cause or error
     raise DecodeError(
-        f"cannot find {qualname!r} of module {module!r} on this worker "
+        f"cannot find {qualname!r} of module {module!r} on {here} "
         f"({type(cause).__name__}: {cause}). Functions and classes travel by name, not by "
-        "code: this worker must be able to import them under the same name"
+        f"code: {here} must be able to import them under the same name"
     ) from cause
 
 

@@ -133,6 +133,26 @@ def errors_of_calls() -> None:
         assert "'/no/such/file'" in str(missing)
 
 
+@on_first
+def errors_of_operators() -> None:
+    rpc = torch_rpc()
+    ways = (
+        rpc.rpc_sync,
+        lambda *to: rpc.rpc_async(*to).wait(),
+        lambda *to: rpc.remote(*to).to_here(),
+    )
+    for way in ways:
+        error = raised_by(way, "worker1", torch.mul, (torch.ones(2),))
+        assert isinstance(error, RuntimeError), error
+        assert isinstance(error, TypeError), error
+        assert "failed to match any schema" in str(error)
+        error = raised_by(way, "worker0", torch.mul, (torch.ones(2),))
+        assert isinstance(error, RuntimeError), error
+        own = raised_by(way, "worker1", fail)
+        assert isinstance(own, TypeError), own
+        assert "schema" not in str(own)
+
+
 def _value(future: torch.futures.Future[Any]) -> Any:
     return future.value()
 

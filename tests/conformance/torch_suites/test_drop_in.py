@@ -110,6 +110,11 @@ def test_errors_that_come_from_other_workers_are_runtime_errors(tmp_path):
 
 
 @pytest.mark.multiproc
+def test_operator_that_is_called_wrongly_raises_a_runtime_error(tmp_path):
+    play(drop_in_groups.errors_of_operators, 2, tmp_path)
+
+
+@pytest.mark.multiproc
 def test_reference_whose_value_could_not_be_made_says_why(tmp_path):
     play(drop_in_groups.errors_of_creations, 2, tmp_path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import Any
 
 import pytest
@@ -227,6 +229,17 @@ def test_other_host_without_a_way_says_what_to_do(secret):
         ConnectError, match=r"another host.*gradwire certs.*allow_plain_tcp=True"
     ):
         dialer.choose(make_record(OTHER_HOST, unix="label"))
+
+
+def test_worker_at_whose_address_nobody_listens_may_have_ended():
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    record = make_record(HERE, tcp=address)
+
+    with pytest.raises(
+        ConnectError, match=r"'w1'.*nobody listens there: has that worker ended\?"
+    ):
+        make_dialer(("tcp",)).dial(record, time.monotonic() + 5.0)
 
 
 def test_limits_come_from_the_options():

@@ -27,6 +27,7 @@ from gradwire.testing.transport_suite import (
     wait_readable,
 )
 from gradwire.transport import Frame, Limits, Listener
+from gradwire.transport._stream import CLOSED
 from gradwire.transport._tcp import parse_address
 from gradwire.transport._tls import TlsChannel, TlsConnection
 from gradwire.transport._tls_socket import TlsSocket
@@ -161,7 +162,7 @@ def test_peer_that_ends_tls_and_keeps_the_socket_is_over(ends):
         assert ends.server.receive() == []
 
     assert [frame.head for frame in frames] == [b"last"]
-    assert ends.server.end == "it closed the connection"
+    assert ends.server.end == CLOSED
 
 
 def test_nothing_goes_out_in_the_clear_after_the_end(ends):

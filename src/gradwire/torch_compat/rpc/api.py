@@ -14,7 +14,7 @@ import torch
 import gradwire.rpc
 from gradwire.errors import NotInitialized, TransportError
 from gradwire.torch_compat import _core
-from gradwire.torch_compat._errors import torch_errors
+from gradwire.torch_compat._errors import operator_or_none, torch_errors
 from gradwire.torch_compat.futures import TorchFuture
 from gradwire.torch_compat.rpc import _calls, _gather, functions
 from gradwire.torch_compat.rpc._agent_view import RpcAgent, WorkerInfo
@@ -184,7 +184,9 @@ def rpc_async(
     """Calls a function on another worker and returns a future of its result."""
     with torch_errors():
         sent = _as_sent(func, args, kwargs)
-        return _calls.remember(_calls.start(_destination(to), *sent, timeout))
+        future = _calls.remember(_calls.start(_destination(to), *sent, timeout))
+        future.function = operator_or_none(func)
+        return future
 
 
 @_require_initialized
@@ -200,6 +202,7 @@ def remote(
         sent = _as_sent(func, args, kwargs)
         plain, found = _calls.create(_destination(to), *sent, timeout)
         rref = adopt_reference(plain)
+        _core.note_function(rref, operator_or_none(func))
         if found is not None:
             rref._set_profiling_future(found)
         return rref

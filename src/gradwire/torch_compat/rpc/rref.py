@@ -52,7 +52,7 @@ class RRef(gradwire.rpc.RRef[T], Generic[T]):
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """A copy of the value; on its owner the value itself."""
-        with torch_errors():
+        with torch_errors(_core.function_of(self)):
             self._check("Cannot call to_here() on it after deletion.")
             return super().to_here(timeout)
 
