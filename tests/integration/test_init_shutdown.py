@@ -445,7 +445,7 @@ def test_init_ends_on_ctrl_c_when_the_store_is_silent(make_cluster):
 
             os.kill(process.pid(0), signal.SIGINT)
 
-            assert handle.result(10)[0] is False
+            assert handle.result(api.LIMIT_S)[0] is False
     process.kill(0)  # torch goes on trying until its limit
 
 
