@@ -367,6 +367,33 @@ async def fail_soon(text: str) -> NoReturn:
     raise LookupError(text)
 
 
+async def exit_soon() -> NoReturn:
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+async def wait_without_grad(name: str) -> None:
+    """Waits for another coroutine inside of ``no_grad``; see `meet`."""
+    with torch.no_grad():
+        await meet(name, 2)
+
+
+async def scale_soon(x: torch.Tensor, factor: float) -> torch.Tensor:
+    await asyncio.sleep(0)
+    return x * factor
+
+
+async def has_autocast() -> list[bool]:
+    """Before and after a step."""
+    before = torch.is_autocast_enabled("cpu")
+    await asyncio.sleep(0)
+    return [before, torch.is_autocast_enabled("cpu")]
+
+
+async def leave_at_once() -> None:
+    rpc.shutdown(graceful=False)
+
+
 async def call_and_block(to: str) -> Any:
     """Does what an asynchronous function must not do."""
     return rpc.rpc_sync(to, functions.add, args=(1, 2))

@@ -28,12 +28,13 @@ from gradwire.errors import (
 )
 from gradwire.rpc import _future
 from gradwire.rpc._context import serving_agent, serving_peer
-from gradwire.rpc._event_loop import EventLoop
+from gradwire.rpc._event_loop import EventLoop, Target
 from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
+from gradwire.rpc._torch_modes import Modes
 from gradwire.rpc._turn import about_to_block, about_to_compute, current_turn
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.transport import Frame, Ticket
@@ -61,7 +62,7 @@ _BUSY_WORK_S = 1e-3
 _QUICK_S = 50e-6
 _SLOW_TIMES = 3
 
-_LATER = (types.CoroutineType, _future.Later)
+_LATER = frozenset((types.CoroutineType, Target, _future.Later))
 
 POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
 """What the value of a call is; see `gradwire.wire.Call`."""
@@ -227,6 +228,8 @@ class Server:
         context: contextvars.Context,
     ) -> None:
         if type(result) is types.CoroutineType:
+            result = Target(result, Modes(is_grad_enabled=True))
+        if type(result) is Target:
             self._loop.run(result, context, request)
         elif type(result) is _future.Later:
             request.succeed_later(result.future, function)
@@ -325,7 +328,11 @@ class Server:
             for manager in managers:
                 if manager is not None:
                     stack.enter_context(manager)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if type(result) is types.CoroutineType:
+                # Its steps run elsewhere, and later: they take along what is set here.
+                result = Target(result, Modes(is_grad_enabled=True))
+            return result
 
     def finished(self, request: _Request) -> None:
         """A request was answered."""
