@@ -701,14 +701,22 @@ def test_shutdown_refuses_a_wrong_limit(bare, file_url, timeout):
 
 
 def shut_down_inside_a_handler():
-    rpc.shutdown(timeout=1)
+    rpc.shutdown()
 
 
-def test_shutdown_inside_a_handler_does_not_hang(bare, file_url):
+async def shut_down_inside_a_coroutine():
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize(
+    "function", [shut_down_inside_a_handler, shut_down_inside_a_coroutine]
+)
+def test_shutdown_inside_a_handler_is_refused(bare, file_url, function):
     join_all(bare, file_url, 2)
 
-    with pytest.raises((UsageError, ShutdownTimeout, PeerLostError)):
-        bare.run(0, api.call, "w1", shut_down_inside_a_handler)
+    with pytest.raises(UsageError, match=r"a handler of worker 'w1'.*graceful=False"):
+        bare.run(0, api.call, "w1", function)
+    leave_all(bare, 2)
 
 
 # ------------------------------------------------------------------- shutdown all at once
@@ -741,6 +749,20 @@ def test_shutdown_at_once_fails_own_calls(bare, file_url):
         bare.run(0, call_and_leave_at_once, "abandoned")
     finally:
         bare.run(1, functions.set_event, "abandoned")
+
+
+def has_left_nothing():
+    api.wait_until(lambda: api.list_threads() == [])
+    return not rpc.is_initialized()
+
+
+def test_coroutine_may_shut_its_worker_down_at_once(bare, file_url):
+    join_all(bare, file_url, 2)
+
+    with pytest.raises(PeerLostError, match="it shut down"):
+        bare.run(0, api.call, "w1", api.leave_at_once)
+
+    assert bare.run(1, has_left_nothing)
 
 
 def call_a_sleeper_and_leave_at_once():

@@ -247,6 +247,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Raises:
         NotInitialized: There is nothing to end.
+        UsageError: A handler of this worker asks for it; it would wait for itself.
         ShutdownTimeout: The limit came first; this worker is shut down all the same.
 
     Example:
@@ -261,6 +262,13 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         raise NotInitialized("RPC has not been initialized. Call init_rpc() first.")
     if not isinstance(timeout, (int, float)) or timeout < 0:
         raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
+    if graceful and serving_agent.get() is session.agent:
+        raise UsageError(
+            f"a handler of worker {session.agent.info.name!r}, or what it has started, "
+            "called shutdown(), which waits until all handlers have ended. Call "
+            "shutdown() in the main program of each worker, or "
+            "shutdown(graceful=False) here to leave at once"
+        )
     with shielded():
         try:
             # While everybody waits in here, the store still answers.
