@@ -390,6 +390,11 @@ async def has_autocast() -> list[bool]:
     return [before, torch.is_autocast_enabled("cpu")]
 
 
+async def block_the_loop(name: str) -> str:
+    """Blocks all coroutines of this worker, which no coroutine should do."""
+    return functions.block_until_set(name)
+
+
 async def leave_at_once() -> None:
     rpc.shutdown(graceful=False)
 

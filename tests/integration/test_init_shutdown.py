@@ -687,6 +687,33 @@ def test_shutdown_with_a_limit_names_calls_in_flight(bare, file_url):
     assert "functions:block_until_set on 'w1'" in text
 
 
+def block_the_leaver(function, name):
+    rpc.rpc_async("w0", function, args=(name,))
+
+
+def shut_down_while_blocked(name):
+    """How long that took; the handler goes on to its end."""
+    functions.wait_until_blocked(name)
+    start = time.monotonic()
+    with pytest.raises(ShutdownTimeout, match="requests that it still serves"):
+        rpc.shutdown(timeout=0.3)
+    took_s = time.monotonic() - start
+    functions.set_event(name)
+    api.wait_until(lambda: api.list_threads() == [])
+    return took_s
+
+
+@pytest.mark.parametrize("function", [functions.block_until_set, api.block_the_loop])
+def test_shutdown_with_a_limit_does_not_wait_long_for_handlers(
+    bare, file_url, function
+):
+    join_all(bare, file_url, 2)
+    name = f"blocks {function.__name__}"
+    bare.run(1, block_the_leaver, function, name)
+
+    assert bare.run(0, shut_down_while_blocked, name) < 2.5
+
+
 def shut_down_within(limit):
     rpc.shutdown(timeout=limit)
 

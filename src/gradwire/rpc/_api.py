@@ -243,7 +243,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         graceful: Wait until all workers have called `shutdown` and nothing is in flight
             anywhere; in an open group, until nothing of this worker is in flight.
             Otherwise leave at once: calls in flight fail.
-        timeout: Limit for the graceful part in seconds. 0: as long as the others live.
+        timeout: Limit in seconds for leaving gracefully; a second more may pass until
+            what runs here is given up. 0: as long as the others live.
 
     Raises:
         NotInitialized: There is nothing to end.
@@ -269,20 +270,21 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
             "shutdown() in the main program of each worker, or "
             "shutdown(graceful=False) here to leave at once"
         )
+    limit = time.monotonic() + timeout if graceful and timeout else float("inf")
     with shielded():
         try:
             # While everybody waits in here, the store still answers.
-            session.rendezvous.leave()
+            session.rendezvous.leave(limit - time.monotonic())
             departure = session.agent.departure
             if graceful and session.rendezvous.is_open:
-                departure.wait_alone(timeout)
+                departure.wait_alone(limit, timeout)
             elif graceful:
-                departure.wait(timeout)
+                departure.wait(limit, timeout)
         finally:
             with _lock:
                 if _session is session:
                     _session = None
-            session.agent.close()
+            session.agent.close(limit=limit)
 
 
 @overload
