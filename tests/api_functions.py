@@ -281,6 +281,17 @@ def raise_error(kind: str) -> NoReturn:
     raise AssertionError(f"there is no error {kind!r}")
 
 
+def call_and_note(to: str, kind: str) -> NoReturn:
+    """Adds a note to the error of another worker."""
+    try:
+        rpc.rpc_sync(to, raise_error, args=(kind,))
+    except Exception as error:
+        notes = [*getattr(error, "__notes__", ()), f"seen by {worker_name()}"]
+        vars(error)["__notes__"] = notes  # what ``add_note`` does from Python 3.11 on
+        raise
+    raise AssertionError("it did not raise")
+
+
 @dataclass(frozen=True)
 class Frozen(Exception):
     """An error whose attributes cannot be set, nor be restored."""
