@@ -281,6 +281,17 @@ def raise_error(kind: str) -> NoReturn:
     raise AssertionError(f"there is no error {kind!r}")
 
 
+def call_and_note(to: str, kind: str) -> NoReturn:
+    """Adds a note to the error of another worker."""
+    try:
+        rpc.rpc_sync(to, raise_error, args=(kind,))
+    except Exception as error:
+        notes = [*getattr(error, "__notes__", ()), f"seen by {worker_name()}"]
+        vars(error)["__notes__"] = notes  # what ``add_note`` does from Python 3.11 on
+        raise
+    raise AssertionError("it did not raise")
+
+
 @dataclass(frozen=True)
 class Frozen(Exception):
     """An error whose attributes cannot be set, nor be restored."""
@@ -365,6 +376,38 @@ async def add_on(to: str, x: Any, y: Any) -> tuple[str, Any]:
 async def fail_soon(text: str) -> NoReturn:
     await asyncio.sleep(0)
     raise LookupError(text)
+
+
+async def exit_soon() -> NoReturn:
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+async def wait_without_grad(name: str) -> None:
+    """Waits for another coroutine inside of ``no_grad``; see `meet`."""
+    with torch.no_grad():
+        await meet(name, 2)
+
+
+async def scale_soon(x: torch.Tensor, factor: float) -> torch.Tensor:
+    await asyncio.sleep(0)
+    return x * factor
+
+
+async def has_autocast() -> list[bool]:
+    """Before and after a step."""
+    before = torch.is_autocast_enabled("cpu")
+    await asyncio.sleep(0)
+    return [before, torch.is_autocast_enabled("cpu")]
+
+
+async def block_the_loop(name: str) -> str:
+    """Blocks all coroutines of this worker, which no coroutine should do."""
+    return functions.block_until_set(name)
+
+
+async def leave_at_once() -> None:
+    rpc.shutdown(graceful=False)
 
 
 async def call_and_block(to: str) -> Any:

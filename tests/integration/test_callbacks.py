@@ -10,6 +10,7 @@ import time
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 import api_functions as api
 import functions
@@ -75,6 +76,24 @@ def test_callback_that_raises_anything_leaves_others_alone():
         future.add_done_callback(lambda _: ran.set())
 
     assert ran.wait(SOON_S)
+
+
+@on_worker(0)
+def test_callback_that_switches_grad_off_does_not_change_the_next_one():
+    def switch_off(_: object) -> None:
+        torch.set_grad_enabled(False)
+
+    found: list[bool] = []
+    with api.blocked_call("w1", "grad mode") as future:
+        off = future.then(switch_off)
+        after = off.then(lambda _: torch.is_grad_enabled())
+        future.add_done_callback(switch_off)
+        future.add_done_callback(lambda _: found.append(torch.is_grad_enabled()))
+
+    assert after.wait(SOON_S) is True
+    api.wait_until(lambda: found)
+    assert found == [True]
+    assert rpc.rpc_sync("w1", api.call, ("w0", api.is_grad_enabled)) is True
 
 
 # -------------------------------------------------------------------- what cannot be read

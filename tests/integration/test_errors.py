@@ -207,6 +207,16 @@ def test_nested_error_keeps_attributes():
 
 
 @on_worker(0)
+def test_nested_error_keeps_the_notes_that_it_gets_on_its_way():
+    found = catch("w1", api.run_along, ["w2"], api.call_and_note, "w3", "rated")
+
+    for error in (found, copy.copy(found)):
+        assert_raised_on("w3", error, api.Rated)
+        assert error.__notes__ == ["seen by w2"]
+        assert error.rating == 3
+
+
+@on_worker(0)
 def test_nested_error_that_cannot_be_pickled_keeps_its_origin():
     error = catch("w1", api.run_along, ["w2"], functions.raise_unpicklable, "held")
 

@@ -498,6 +498,37 @@ def test_coroutines_of_one_worker_run_at_the_same_time():
     assert [future.wait() for future in futures] == [count] * count
 
 
+@on_worker(0)
+def test_coroutine_that_exits_ends_its_own_call_only():
+    with pytest.raises(RemoteError, match="SystemExit: 3") as caught:
+        rpc.rpc_sync("w1", api.exit_soon)
+
+    assert "in exit_soon" in caught.value.remote_traceback
+    assert rpc.rpc_sync("w1", api.add_soon, args=(1, 2)) == 3
+
+
+@on_worker(0)
+def test_coroutine_that_waits_without_grad_takes_it_from_nobody():
+    quiet = rpc.rpc_async("w1", api.wait_without_grad, args=("without grad",))
+    x = torch.ones(2, requires_grad=True)
+
+    rpc.rpc_sync("w1", api.scale_soon, args=(x, 3.0)).sum().backward()
+    rpc.rpc_sync("w1", api.wait_without_grad, args=("without grad",))
+    quiet.wait()
+    rpc.rpc_sync("w1", api.scale_soon, args=(x, 4.0)).sum().backward()
+
+    assert x.grad is not None
+    assert x.grad.tolist() == [7.0, 7.0]
+
+
+@on_worker(0)
+def test_autocast_of_the_caller_reaches_all_steps_of_a_coroutine():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert rpc.rpc_sync("w1", api.has_autocast) == [True, True]
+
+    assert rpc.rpc_sync("w1", api.has_autocast) == [False, False]
+
+
 @pytest.mark.parametrize("function", [api.call_and_block, api.wait_and_block])
 @on_worker(0)
 def test_blocking_in_a_coroutine_is_refused(function):

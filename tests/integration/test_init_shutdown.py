@@ -722,6 +722,33 @@ def test_shutdown_with_a_limit_names_calls_in_flight(bare, file_url):
     assert "functions:block_until_set on 'w1'" in text
 
 
+def block_the_leaver(function, name):
+    rpc.rpc_async("w0", function, args=(name,))
+
+
+def shut_down_while_blocked(name):
+    """How long that took; the handler goes on to its end."""
+    functions.wait_until_blocked(name)
+    start = time.monotonic()
+    with pytest.raises(ShutdownTimeout, match="requests that it still serves"):
+        rpc.shutdown(timeout=0.3)
+    took_s = time.monotonic() - start
+    functions.set_event(name)
+    api.wait_until(lambda: api.list_threads() == [])
+    return took_s
+
+
+@pytest.mark.parametrize("function", [functions.block_until_set, api.block_the_loop])
+def test_shutdown_with_a_limit_does_not_wait_long_for_handlers(
+    bare, file_url, function
+):
+    join_all(bare, file_url, 2)
+    name = f"blocks {function.__name__}"
+    bare.run(1, block_the_leaver, function, name)
+
+    assert bare.run(0, shut_down_while_blocked, name) < 2.5
+
+
 def shut_down_within(limit):
     rpc.shutdown(timeout=limit)
 
@@ -736,14 +763,22 @@ def test_shutdown_refuses_a_wrong_limit(bare, file_url, timeout):
 
 
 def shut_down_inside_a_handler():
-    rpc.shutdown(timeout=1)
+    rpc.shutdown()
 
 
-def test_shutdown_inside_a_handler_does_not_hang(bare, file_url):
+async def shut_down_inside_a_coroutine():
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize(
+    "function", [shut_down_inside_a_handler, shut_down_inside_a_coroutine]
+)
+def test_shutdown_inside_a_handler_is_refused(bare, file_url, function):
     join_all(bare, file_url, 2)
 
-    with pytest.raises((UsageError, ShutdownTimeout, PeerLostError)):
-        bare.run(0, api.call, "w1", shut_down_inside_a_handler)
+    with pytest.raises(UsageError, match=r"a handler of worker 'w1'.*graceful=False"):
+        bare.run(0, api.call, "w1", function)
+    leave_all(bare, 2)
 
 
 # ------------------------------------------------------------------- shutdown all at once
@@ -776,6 +811,20 @@ def test_shutdown_at_once_fails_own_calls(bare, file_url):
         bare.run(0, call_and_leave_at_once, "abandoned")
     finally:
         bare.run(1, functions.set_event, "abandoned")
+
+
+def has_left_nothing():
+    api.wait_until(lambda: api.list_threads() == [])
+    return not rpc.is_initialized()
+
+
+def test_coroutine_may_shut_its_worker_down_at_once(bare, file_url):
+    join_all(bare, file_url, 2)
+
+    with pytest.raises(PeerLostError, match="it shut down"):
+        bare.run(0, api.call, "w1", api.leave_at_once)
+
+    assert bare.run(1, has_left_nothing)
 
 
 def call_a_sleeper_and_leave_at_once():

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import api_functions as api
 import functions as targets
 import probes
 from cluster import Cluster, Handle
@@ -453,3 +454,39 @@ def test_interrupt_ends_a_wait_at_once(make_cluster, sync):
     assert end - start < 1.0
     cluster.run(1, targets.set_event, "held")
     assert cluster.run(0, _call_sync, "w1", 1) == 1
+
+
+def wait_and_call_in_handler(workers: list[str], name: str) -> tuple[str, list[str]]:
+    """Waits for w1, and in the middle of that calls these, one after the other.
+
+    The last thing that the signal handler does lets w1 answer.
+    """
+    answers: list[str] = []
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        for worker in workers:
+            answers.append(
+                rpc.rpc_sync(worker, targets.echo, (worker,), timeout=LIMIT_S)
+            )
+        rpc.rpc_sync("w1", targets.set_event, (name,), timeout=LIMIT_S)
+
+    before = signal.signal(signal.SIGUSR2, on_signal)
+    try:
+        answer = rpc.rpc_sync("w1", targets.block_until_set, (name,), timeout=LIMIT_S)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    return answer, answers
+
+
+@pytest.mark.parametrize(
+    "workers", [["w1"], ["w1", "w1"], ["w2"], ["w2", "w1"], ["w0", "w1", "w2"]], ids=str
+)
+def test_signal_handler_may_call_while_its_thread_waits(cluster, workers):
+    name = f"{workers} in a handler"
+    waiting = cluster.start(0, wait_and_call_in_handler, workers, name)
+    cluster.run(1, targets.wait_until_blocked, name)
+    cluster.run(1, api.call, "w0", api.wait_until_main_thread_waits)
+
+    os.kill(cluster.pid(0), signal.SIGUSR2)
+
+    assert waiting.result() == (name, workers)

@@ -76,6 +76,7 @@ from gradwire.wire import (
 __all__ = ["Agent"]
 
 _CLOSE_S = 5.0
+_LEAST_CLOSE_S = 0.2  # also if it is late: what need not be given up ends in that time
 _REPLY_KINDS = (kind_of(Reply), kind_of(Failure))
 _CALL_KIND = kind_of(Call)
 
@@ -433,8 +434,15 @@ class Agent:
         own: Any = self
         own.call = own.call_async = own.make = own.wait_for = refuse
 
-    def close(self, reason: str = "it shut down") -> list[str]:
+    def close(
+        self, reason: str = "it shut down", limit: float = float("inf")
+    ) -> list[str]:
         """Ends the agent: says goodbye, closes everything, joins the threads.
+
+        Args:
+            reason: What others are told.
+            limit: Handlers that run are waited for until then, on the monotonic clock,
+                or 5 seconds, whichever is less; and a moment in any case.
 
         Returns:
             Names of threads whose handlers did not end in time.
@@ -461,8 +469,8 @@ class Agent:
             interceptor.close()
         self._rounds.close()
         self.network.close()
-        self._server.close(_CLOSE_S)
-        stuck = self.pool.close(_CLOSE_S)
+        self._server.close(_close_s(limit))
+        stuck = self.pool.close(_close_s(limit))
         if stuck:
             _log.warning(
                 "worker %s is shut down, but %d handlers or callbacks still run: %s",
@@ -471,3 +479,7 @@ class Agent:
                 ", ".join(stuck[:8]),
             )
         return stuck
+
+
+def _close_s(limit: float) -> float:
+    return max(_LEAST_CLOSE_S, min(limit - time.monotonic(), _CLOSE_S))

@@ -244,10 +244,12 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         graceful: Wait until all workers have called `shutdown` and nothing is in flight
             anywhere; in an open group, until nothing of this worker is in flight.
             Otherwise leave at once: calls in flight fail.
-        timeout: Limit for the graceful part in seconds. 0: as long as the others live.
+        timeout: Limit in seconds for leaving gracefully; a second more may pass until
+            what runs here is given up. 0: as long as the others live.
 
     Raises:
         NotInitialized: There is nothing to end.
+        UsageError: A handler of this worker asks for it; it would wait for itself.
         ShutdownTimeout: The limit came first; this worker is shut down all the same.
 
     Example:
@@ -262,20 +264,28 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         raise NotInitialized("RPC has not been initialized. Call init_rpc() first.")
     if not isinstance(timeout, (int, float)) or timeout < 0:
         raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
+    if graceful and serving_agent.get() is session.agent:
+        raise UsageError(
+            f"a handler of worker {session.agent.info.name!r}, or what it has started, "
+            "called shutdown(), which waits until all handlers have ended. Call "
+            "shutdown() in the main program of each worker, or "
+            "shutdown(graceful=False) here to leave at once"
+        )
+    limit = time.monotonic() + timeout if graceful and timeout else float("inf")
     with shielded():
         try:
             # While everybody waits in here, the store still answers.
-            session.rendezvous.leave()
+            session.rendezvous.leave(limit - time.monotonic())
             departure = session.agent.departure
             if graceful and session.rendezvous.is_open:
-                departure.wait_alone(timeout)
+                departure.wait_alone(limit, timeout)
             elif graceful:
-                departure.wait(timeout)
+                departure.wait(limit, timeout)
         finally:
             with _lock:
                 if _session is session:
                     _session = None
-            session.agent.close()
+            session.agent.close(limit=limit)
 
 
 @overload

@@ -120,9 +120,12 @@ class Outcome:
 
 
 def _twin_of(error: BaseException) -> BaseException:
+    twin: object = None
     try:
         twin = copy.copy(error)
     except Exception:  # its class wants other arguments than it keeps
+        pass
+    if not isinstance(twin, BaseException):  # or it says that it is something else
         twin = RemoteError(f"{type(error).__name__}: {error}")
     return twin.with_traceback(None)
 
@@ -229,7 +232,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         def run() -> None:
             try:
-                context.run(callback, self)
+                context.run(_with_own_mode, callback, self)
             except BaseException as error:
                 if may_be_of_a_signal(error):
                     raise
@@ -247,7 +250,7 @@ class Future(torch.futures.Future[T], Generic[T]):
 
         def run(parent: Future[T]) -> None:
             try:
-                value = callback(parent)
+                value = _with_own_mode(callback, parent)
             except BaseException as error:
                 child.set_exception(error)
             else:
@@ -305,6 +308,16 @@ def _run_here(callback: Callable[[], None]) -> None:
             _local.put_off.popleft()()
     finally:
         _local.depth -= 1
+
+
+def _with_own_mode(callback: Callable[[Future[T]], S], future: Future[T]) -> S:
+    """Runs a callback, whose grad mode is not for what its thread does next."""
+    is_grad_enabled = torch.is_grad_enabled()
+    try:
+        return callback(future)
+    finally:
+        if torch.is_grad_enabled() != is_grad_enabled:
+            torch.set_grad_enabled(is_grad_enabled)
 
 
 def _check_limit(timeout: float | None) -> float | None:

@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Protocol
 
 from gradwire.errors import ProtocolError
@@ -311,11 +311,13 @@ class Link:
             if self._reading_wanted:
                 self._arm(read=False)
         before = current_turn()
+        is_nested = before is not None and before.is_callers
+        wait = self._wait_inside_a_wait if is_nested else self._wait
         set_turn(turn)
         try:
             gauge = self._gauge_of(what)
             self._read_until(
-                turn, outcome, deadline, gauge, unless_under_way, _MOST_PASSED_ON
+                turn, outcome, deadline, gauge, unless_under_way, wait, _MOST_PASSED_ON
             )
         finally:
             set_turn(before)
@@ -346,6 +348,8 @@ class Link:
         for the interpreter lock.
         """
         was_callers, turn.is_callers = turn.is_callers, True
+        was_serving = turn.serving_since > 0  # else a signal handler calls, in a wait
+        wait = self._wait_inside_a_wait if was_callers else self._wait
         try:
             self._handle_rest(turn)
             with self._lock:
@@ -354,9 +358,9 @@ class Link:
                 turn.serving_since = 0.0
             try:
                 gauge = self._gauge_of(what)
-                self._read_until(turn, outcome, deadline, gauge, unless_under_way)
+                self._read_until(turn, outcome, deadline, gauge, unless_under_way, wait)
             finally:
-                turn.serving_since = time.monotonic()
+                turn.serving_since = time.monotonic() if was_serving else 0.0
         finally:
             turn.is_callers = was_callers
 
@@ -376,14 +380,15 @@ class Link:
         deadline: float,
         gauge: SpinGauge,
         may_be_here: bool,
+        wait: Callable[[float, SpinGauge], None],
         most_passed_on: float = math.inf,
     ) -> None:
         if outcome.done:  # whoever has read before us has seen to it
             return
         # The answer to a call cannot be here yet, and to look for it would cost a read.
         if not may_be_here:
-            interruptible(self._wait, deadline, gauge)
-        while True:
+            interruptible(wait, deadline, gauge)
+        while not turn.is_over:  # as when a signal handler has called another worker
             frames = self._receive()
             has_served = bool(frames)
             if frames:
@@ -398,7 +403,7 @@ class Link:
                     turn.serving_since = 0.0
             if deadline and time.monotonic() >= deadline:
                 return
-            interruptible(self._wait, deadline, gauge)
+            interruptible(wait, deadline, gauge)
 
     def _handle_rest(self, turn: Turn) -> None:
         """Handles what the turn has read, before its thread waits; requests go to the pool.
@@ -433,6 +438,20 @@ class Link:
             ready = is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
         if is_ready is self._is_any_ready and self._others_call(ready):
+            self._pool.resign()
+
+    def _wait_inside_a_wait(self, deadline: float, _gauge: SpinGauge) -> None:
+        """As `_wait`, for a thread that is in there already, in the middle of it.
+
+        That is a signal handler that calls. What its thread waits with cannot be used by
+        two at a time.
+        """
+        filenos = [self._fileno]
+        if self._pool.leads and self._poller_fileno is not None:
+            filenos.append(self._poller_fileno)
+        left = deadline - time.monotonic() if deadline else _SLICE_S
+        ready = readiness(*filenos)(max(0.0, min(left, _SLICE_S)) * 1e3)
+        if self._others_call(ready):
             self._pool.resign()
 
     def _others_call(self, ready: Ready) -> bool:

@@ -179,10 +179,10 @@ class OpenGroup:
                 raise
         self._network.is_complete()
 
-    def leave(self) -> None:
+    def leave(self, timeout_s: float = _LEAVE_S) -> None:
         """Deletes our entry; best effort, bounded, never raises."""
         with StoreThread() as thread:
-            self._clean_up(thread)
+            self._clean_up(thread, min(timeout_s, _LEAVE_S))
 
     def _call(self, thread: StoreThread, work: Callable[[], T]) -> T:
         left_s = max(self._deadline - time.monotonic(), 0.5)
@@ -209,14 +209,14 @@ class OpenGroup:
         for number in numbers:
             self._store.delete_key(_entry_key(number))
 
-    def _clean_up(self, thread: StoreThread) -> None:
+    def _clean_up(self, thread: StoreThread, timeout_s: float = _LEAVE_S) -> None:
         def delete() -> None:
             if self._number:
                 self._delete([self._number])
             self._swap_life(self._text, "")  # unless it is somebody else's
 
         try:
-            thread.call(delete, timeout_s=_LEAVE_S)
+            thread.call(delete, timeout_s=timeout_s)
         except GradwireError as error:
             # Whoever finds the entry notices that nobody listens any more.
             _log.debug("worker %r left its entry behind: %s", self._record.name, error)

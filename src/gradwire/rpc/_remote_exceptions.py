@@ -115,7 +115,8 @@ def _text_of(error: BaseException) -> str:
 # An exception travels as (class, arguments, state), as long as that is what its own
 # `__reduce__` says. Its `__init__` is not called again: the arguments that an exception
 # keeps are mostly not those that it was made with. Exceptions that reduce to something
-# else are pickled as they wish.
+# else are pickled as they wish. One that only passes through travels as it came; if it has
+# notes, as a pair of these bytes and the notes.
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -124,7 +125,7 @@ def _pickled(error: BaseException) -> bytes | None:
         return None
     carried = error.__dict__.get(_CARRIED)
     if isinstance(carried, bytes):
-        return carried
+        return _with_notes(carried, error)
     try:
         reduced = error.__reduce_ex__(2)
         if isinstance(reduced, tuple) and reduced[0] is type(error):
@@ -135,6 +136,14 @@ def _pickled(error: BaseException) -> bytes | None:
     except Exception:
         return None
     return data
+
+
+def _with_notes(carried: bytes, error: BaseException) -> bytes:
+    """The bytes that an exception came from, with the notes that it has now."""
+    notes = error.__dict__.get("__notes__")
+    if not notes:
+        return carried
+    return pickle.dumps((carried, [str(note) for note in notes]), protocol=5)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -152,6 +161,10 @@ def _revive(data: bytes, find: Callable[[str, str], Any] | None = None) -> Any:
     loaded = pickle.loads(data) if find is None else _Unpickler(data, find).load()
     if not isinstance(loaded, tuple):
         return loaded
+    if type(loaded[0]) is bytes:
+        error = _revive(loaded[0], find)
+        error.__dict__["__notes__"] = loaded[1]
+        return error
     cls, args, *state = loaded
     try:
         error = _construct(_remote_class(cls), args, state)
@@ -227,6 +240,8 @@ def _text_with_traceback(self: RemoteError) -> str:
 
 def _reduce(self: RemoteError, protocol: int) -> tuple[Any, ...]:
     carried = self.__dict__.get(_CARRIED, BY_NAME)
+    if carried:
+        carried = _with_notes(carried, self)
     text = "" if carried else _text_of(self)
     facts = (self.worker, self.remote_type, text, self.remote_traceback, carried)
     return rebuild, (facts,)

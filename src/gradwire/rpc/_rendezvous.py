@@ -184,10 +184,10 @@ class Rendezvous:
                 self._clean_up(thread)
                 raise
 
-    def leave(self) -> None:
+    def leave(self, timeout_s: float = CLEANUP_S) -> None:
         """Deletes what this worker has posted; best effort, bounded, never raises."""
         with StoreThread() as thread:
-            self._clean_up(thread)
+            self._clean_up(thread, min(timeout_s, CLEANUP_S))
 
     def _claim_rank(self, thread: StoreThread) -> None:
         """Posts our record, unless a living worker holds the rank."""
@@ -510,9 +510,9 @@ class Rendezvous:
             "and world_size"
         )
 
-    def _clean_up(self, thread: StoreThread) -> None:
+    def _clean_up(self, thread: StoreThread, timeout_s: float = CLEANUP_S) -> None:
         try:
-            thread.call(self._delete_keys, timeout_s=CLEANUP_S)
+            thread.call(self._delete_keys, timeout_s=timeout_s)
         except GradwireError as error:
             # Keys that stay are recognised as stale by whoever finds them.
             _log.debug("worker %r left keys behind: %s", self._record.name, error)

@@ -5,14 +5,13 @@ Whatever goes wrong here becomes an answer; the agent itself goes on.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import functools
 import threading
 import time
 import types
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +28,13 @@ from gradwire.errors import (
 )
 from gradwire.rpc import _future
 from gradwire.rpc._context import serving_agent, serving_peer
+from gradwire.rpc._event_loop import EventLoop, Target
 from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
+from gradwire.rpc._torch_modes import Modes
 from gradwire.rpc._turn import about_to_block, about_to_compute, current_turn
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.transport import Frame, Ticket
@@ -61,7 +62,7 @@ _BUSY_WORK_S = 1e-3
 _QUICK_S = 50e-6
 _SLOW_TIMES = 3
 
-_LATER = (types.CoroutineType, _future.Later)
+_LATER = frozenset((types.CoroutineType, Target, _future.Later))
 
 POSITIONAL, WITH_KEYWORDS, WITH_FUNCTION = range(3)
 """What the value of a call is; see `gradwire.wire.Call`."""
@@ -73,7 +74,7 @@ class Server:
     def __init__(self, agent: Agent, interceptors: tuple[Interceptor, ...]) -> None:
         self._agent = agent
         self._interceptors = interceptors
-        self._loop = _EventLoop(agent.info.name)
+        self._loop = EventLoop(agent.info.name, agent.pool.submit)
         # Guards the next two, and `Peer.held`; every thread that serves.
         self._lock = threading.Lock()
         self._active: set[_Request] = set()
@@ -227,6 +228,8 @@ class Server:
         context: contextvars.Context,
     ) -> None:
         if type(result) is types.CoroutineType:
+            result = Target(result, Modes(is_grad_enabled=True))
+        if type(result) is Target:
             self._loop.run(result, context, request)
         elif type(result) is _future.Later:
             request.succeed_later(result.future, function)
@@ -325,7 +328,11 @@ class Server:
             for manager in managers:
                 if manager is not None:
                     stack.enter_context(manager)
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if type(result) is types.CoroutineType:
+                # Its steps run elsewhere, and later: they take along what is set here.
+                result = Target(result, Modes(is_grad_enabled=True))
+            return result
 
     def finished(self, request: _Request) -> None:
         """A request was answered."""
@@ -534,84 +541,3 @@ class _Request:
             with contextlib.suppress(TransportError):
                 self._link.send(refusal.head)
         return None
-
-
-class _EventLoop:
-    """A thread with an event loop for ``async def`` targets, started when needed."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        # Guards the start and the end of the loop.
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def run(
-        self,
-        coroutine: Coroutine[Any, Any, Any],
-        context: contextvars.Context,
-        request: _Request,
-    ) -> None:
-        """Runs a coroutine in the handler's context and answers with its result."""
-        loop = self._start()
-        if loop is None:
-            coroutine.close()
-            request.fail(NotInitialized("this worker was shut down meanwhile"))
-            return
-
-        def begin() -> None:
-            task = context.run(loop.create_task, coroutine)
-            self._tasks.add(task)
-            task.add_done_callback(end)
-
-        def end(task: asyncio.Task[Any]) -> None:
-            self._tasks.discard(task)
-            if task.cancelled():
-                answer = lambda: request.fail(UsageError("the coroutine was cancelled"))  # noqa: E731
-            elif (error := task.exception()) is not None:
-                answer = lambda: request.fail(error)  # noqa: E731
-            else:
-                answer = lambda: request.succeed(task.result())  # noqa: E731
-            # Encoding may take long or run user code: not on the loop's thread.
-            request._server._agent.pool.submit(answer)
-
-        loop.call_soon_threadsafe(begin)
-
-    def _start(self) -> asyncio.AbstractEventLoop | None:
-        """The loop, which runs from now on; None if it was closed."""
-        with self._lock:
-            if self._is_closed:
-                return None
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                _future.forbid_blocking_in(self._loop)
-                self._loop.call_soon(torch.get_num_threads)  # see `WorkerPool`
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever,
-                    name=f"gradwire-{self._name}-asyncio",
-                    daemon=True,
-                )
-                self._thread.start()
-            return self._loop
-
-    def close(self, timeout_s: float) -> None:
-        """Cancels what still runs and ends the thread."""
-        with self._lock:
-            self._is_closed = True
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-
-        def stop() -> None:
-            for task in list(self._tasks):
-                task.cancel()
-            loop.call_soon(loop.call_soon, loop.stop)
-
-        loop.call_soon_threadsafe(stop)
-        thread.join(timeout_s)
-        _future.allow_blocking_in(loop)
-        if not thread.is_alive():
-            loop.close()

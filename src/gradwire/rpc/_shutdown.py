@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["Departure"]
 
 _RELEASE_S = 5.0
-_ASK_S = 1.0  # for the reason why a worker is not ready
+_LEAST_RELEASE_S = 0.2
+_ASK_S = 0.5  # for the reason why a worker is not ready; mostly after the limit
 _FIRST_WORD_S = 60.0  # after which a long wait is logged, and then ever less often
 _MOST_NAMED = 5
 
@@ -98,16 +99,17 @@ class Departure:
 
     # ------------------------------------------------------------------------ waiting
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, deadline: float, timeout_s: float) -> None:
         """Waits until all workers want to leave and nothing is in flight anywhere.
 
         Args:
-            timeout_s: Limit, 0 for none but the liveness of the others.
+            deadline: On the monotonic clock; infinite: as long as the others live.
+            timeout_s: What the program gave as the limit; 0 for none.
 
         Raises:
             ShutdownTimeout: Says who was not ready, and what was in flight here.
         """
-        deadline = self._enter(timeout_s)
+        self._enter()
         while not self._released:
             coordinator = self._coordinator()
             if coordinator is None:
@@ -125,16 +127,17 @@ class Departure:
             if not wait_in_slices(wait, deadline):
                 raise self._timeout([coordinator], timeout_s)
 
-    def wait_alone(self, timeout_s: float) -> None:
+    def wait_alone(self, deadline: float, timeout_s: float) -> None:
         """Waits until nothing of this worker is in flight; the others stay.
 
         Args:
-            timeout_s: Limit, 0 for none but the liveness of the others.
+            deadline: As in `wait`.
+            timeout_s: Likewise.
 
         Raises:
             ShutdownTimeout: Says what was in flight here.
         """
-        deadline = self._enter(timeout_s)
+        self._enter()
         quiet = self.report()
 
         def wait(slice_s: float) -> bool:
@@ -144,14 +147,12 @@ class Departure:
         if not wait_in_slices(wait, deadline):
             raise self._timeout([], timeout_s)
 
-    def _enter(self, timeout_s: float) -> float:
-        """This worker wants to leave; says until when it waits."""
-        now = time.monotonic()
-        self._next_word = now + self._pause_s
+    def _enter(self) -> None:
+        """This worker wants to leave."""
+        self._next_word = time.monotonic() + self._pause_s
         with self._changed:
             self._entered = True
         self.check()
-        return now + timeout_s if timeout_s else float("inf")
 
     def _log_long_wait(self) -> None:
         now = time.monotonic()
@@ -209,12 +210,12 @@ class Departure:
             previous, numbers = numbers, self._round(deadline, timeout_s)
             if numbers == previous:
                 break
-        others = self._others()
+        left = max(_LEAST_RELEASE_S, min(deadline - time.monotonic(), _RELEASE_S))
         acknowledged = []
-        for peer in others:
+        for peer in self._others():
             try:
                 acknowledged.append(
-                    self._agent.call_async(peer.info, _release, timeout=_RELEASE_S)
+                    self._agent.call_async(peer.info, _release, timeout=left)
                 )
             except GradwireError:
                 continue  # lost meanwhile: it need not be told

@@ -5,7 +5,8 @@ program may catch that and go on: Ctrl-C in a notebook is the common case. Code 
 moves bytes off a socket and into tables cannot be left in the middle. While the main
 thread is inside `shielded()`, handlers are put off until its end, or until the next
 wait: waits are made through `interruptible`, inside of which handlers run, and raise,
-at once. Nothing is half done while a thread waits.
+at once. Nothing is half done while a thread waits. A handler that runs in a wait may make
+calls itself, and inside of these it is the same again.
 
 Other threads never run signal handlers and need none of this.
 """
@@ -57,10 +58,15 @@ class _Shield:
         self._found: tuple[Any, ...] = ()
         self._with_handlers: tuple[int, ...] = ()
         self._put_off: list[int] = []
+        # Depths at which handlers that run in a wait have entered it again.
+        self._depths_in_handlers: list[int] = []
 
     def __enter__(self) -> None:
         self.depth += 1
         if self.depth > 1:
+            if self._is_waiting:
+                self._is_waiting = False
+                self._depths_in_handlers.append(self.depth)
             return
         try:
             found = tuple(map(_signal.getsignal, _SIGNALS))
@@ -87,9 +93,23 @@ class _Shield:
 
     def __exit__(self, *error: object) -> None:
         if self.depth > 1:
-            self.depth -= 1
+            if self._depths_in_handlers and self._depths_in_handlers[-1] == self.depth:
+                self._leave_in_handler()
+            else:
+                self.depth -= 1
         else:
             self._lower()
+
+    def _leave_in_handler(self) -> None:
+        self._depths_in_handlers.pop()
+        self.depth -= 1
+        self._is_waiting = True
+        self._run_put_off()
+
+    def _run_put_off(self) -> None:
+        while self._put_off:
+            number = self._put_off.pop(0)
+            self._handlers[number](number, None)
 
     def _lower(self) -> None:
         # From here on the hook lets everything through, so that whatever a handler
@@ -111,9 +131,8 @@ class _Shield:
     def wait(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         was_waiting, self._is_waiting = self._is_waiting, True
         try:
-            while self._put_off:
-                number = self._put_off.pop(0)
-                self._handlers[number](number, None)
+            if self._put_off:
+                self._run_put_off()
             # Not ``return function()``: its result would be on the way out of the try
             # when a signal comes, and the finally be skipped.
             result = function(*args, **kwargs)
@@ -146,6 +165,8 @@ def use_this_thread() -> None:
     global _main_thread  # noqa: PLW0603
     _main_thread = threading.get_ident()
     _shield.depth = 0
+    _shield._is_waiting = False
+    _shield._depths_in_handlers.clear()
 
 
 def may_be_of_a_signal(error: BaseException) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 
+from gradwire.errors import RemoteError
 from gradwire.rpc import Future
 
 
@@ -46,9 +48,21 @@ class Demanding(Exception):
         super().__init__(f"{first} {second}")
 
 
-def test_error_that_cannot_be_copied_is_raised_all_the_same():
-    future: Future[int] = Future()
-    future.set_exception(Demanding(1, 2))
+class Odd(Exception):
+    """Its copy is no exception."""
 
-    with pytest.raises(Demanding, match="1 2"):
+    def __reduce__(self) -> Any:
+        return str, ("no exception",)
+
+
+@pytest.mark.parametrize(
+    "error", [Demanding(1, 2), Odd("1 2")], ids=["demanding", "odd"]
+)
+def test_error_that_cannot_be_copied_is_raised_all_the_same(error):
+    future: Future[int] = Future()
+    future.set_exception(error)
+
+    with pytest.raises(type(error), match="1 2"):
         future.wait()
+    with pytest.raises(RemoteError, match=f"{type(error).__name__}: 1 2"):
+        torch.futures.wait_all([future])

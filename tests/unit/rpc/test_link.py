@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
-from gradwire.rpc._turn import Turn
+from gradwire.rpc._turn import Turn, about_to_block
 from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
 
@@ -328,4 +328,24 @@ def test_caller_whose_turn_was_ended_while_it_handled_an_answer_reads_no_more():
     finally:
         link.close()
         peer.close()
+        pool.close(LIMIT_S)
+
+
+def test_caller_whose_turn_was_ended_in_a_wait_does_not_read(monkeypatch):
+    """A signal handler that waits for something else lets others read meanwhile."""
+    ours, theirs = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    link = Link(StreamConnection("test", ours, Limits()), pool, Owner())
+    never = Outcome()
+    reads: list[int] = []
+    monkeypatch.setattr(link, "_wait", lambda _deadline, _gauge: about_to_block())
+    monkeypatch.setattr(link, "_receive", lambda: reads.append(1))
+    try:
+        link.read_as_caller(never, time.monotonic() + LIMIT_S, [never], "never")
+
+        assert reads == []
+        assert link._reading_wanted, "nobody would read"
+    finally:
+        link.close()
+        theirs.close()
         pool.close(LIMIT_S)

@@ -1,0 +1,60 @@
+"""When signal handlers run."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from gradwire.rpc._signals import interruptible, shielded
+
+
+def test_handler_that_runs_in_a_wait_is_shielded_in_turn():
+    seen: list[str] = []
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if seen:
+            seen.append("second")
+            return
+        seen.append("first begins")
+        with shielded():
+            signal.raise_signal(signal.SIGUSR2)
+            seen.append("its block ends")
+        seen.append("first ends")
+
+    before = signal.signal(signal.SIGUSR2, on_signal)
+    try:
+        with shielded():
+            interruptible(signal.raise_signal, signal.SIGUSR2)
+            seen.append("wait is over")
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+    assert seen == [
+        "first begins",
+        "its block ends",
+        "second",
+        "first ends",
+        "wait is over",
+    ]
+
+
+def test_handler_that_waits_in_a_wait_is_interrupted_at_once():
+    seen: list[str] = []
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if seen:
+            seen.append("second")
+            return
+        seen.append("first begins")
+        with shielded():
+            interruptible(signal.raise_signal, signal.SIGUSR2)
+            seen.append("its wait is over")
+
+    before = signal.signal(signal.SIGUSR2, on_signal)
+    try:
+        with shielded():
+            interruptible(signal.raise_signal, signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+    assert seen == ["first begins", "second", "its wait is over"]
