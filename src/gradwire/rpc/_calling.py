@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -12,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradwire._config import UNSET_TIMEOUT
-from gradwire.errors import CallTimeout, DecodeError, TransportError
+from gradwire.errors import (
+    CallTimeout,
+    DecodeError,
+    RemoteProtocolError,
+    TransportError,
+)
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import (
@@ -499,7 +505,8 @@ class Caller:
         for interceptor in self._interceptors:
             if headers and interceptor.name in headers:
                 call_id: int = message.id  # type: ignore[attr-defined]
-                interceptor.dropped_reply(peer, call_id, headers[interceptor.name])
+                with contextlib.suppress(RemoteProtocolError):  # as in `Server._drop`
+                    interceptor.dropped_reply(peer, call_id, headers[interceptor.name])
 
     def fail(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
         if peer.calls.take(call.id) is not None:

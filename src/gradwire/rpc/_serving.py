@@ -23,6 +23,7 @@ from gradwire.errors import (
     GradwireError,
     LimitExceeded,
     NotInitialized,
+    RemoteProtocolError,
     TransportError,
     UsageError,
 )
@@ -272,7 +273,9 @@ class Server:
         for interceptor in interceptors:
             if call.headers and interceptor.name in call.headers:
                 header = call.headers[interceptor.name]
-                interceptor.dropped_call(peer, call.id, header, error)
+                # If that is malformed as well, there is nothing to tell.
+                with contextlib.suppress(RemoteProtocolError):
+                    interceptor.dropped_call(peer, call.id, header, error)
 
     def _refuse(
         self,
