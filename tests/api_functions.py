@@ -243,6 +243,31 @@ def _refuse(text: str) -> NoReturn:
     raise RuntimeError("this cannot be rebuilt")
 
 
+class Remade(Exception):
+    """An error that is made again of its parts, of which it has made its text."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"made of {code} and {reason}")
+        self.code = code
+        self.reason = reason
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.code, self.reason)
+
+
+class Slotted(Exception):
+    """An error that keeps what it knows in slots."""
+
+    __slots__ = ("_text", "code")
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self._text = f"slot {code}"
+
+    def __str__(self) -> str:
+        return self._text
+
+
 def raise_error(kind: str) -> NoReturn:
     """Raises one of the errors that tests ask for by name."""
     if kind == "refused":
@@ -276,6 +301,12 @@ def raise_error(kind: str) -> NoReturn:
         raise _Mute
     if kind == "frozen":
         raise Frozen(7)
+    if kind == "memory":
+        raise MemoryError("no room")
+    if kind == "remade":
+        raise Remade(7, "no room")
+    if kind == "slotted":
+        raise Slotted(7)
     if kind == "sealed":
         raise Sealed("no changes")
     raise AssertionError(f"there is no error {kind!r}")

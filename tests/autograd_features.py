@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -54,6 +55,11 @@ MODES = [BARE, DICT, GRAD, PLAIN]
 INTO_GRAD = [BARE, GRAD, PLAIN]
 IN_CONTEXT = [DICT, GRAD, PLAIN]
 TWO_MODES = [BARE, DICT]
+
+ALL_MODES = pytest.mark.parametrize("mode", MODES)
+FEW_MODES = pytest.mark.parametrize("mode", TWO_MODES)
+GRAD_MODES = pytest.mark.parametrize("mode", INTO_GRAD)
+CONTEXT_MODES = pytest.mark.parametrize("mode", IN_CONTEXT)
 """Where the mode makes little difference."""
 
 TOLERANCE = 1e-10

@@ -51,6 +51,15 @@ class Block(nn.Module):
     async def later(self, x: Tensor) -> Tensor:
         return self(x)
 
+    @rpc.functions.async_execution
+    def promise(self, x: Tensor | None) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        if x is None:
+            future.set_exception(LookupError("nothing to be found"))  # type: ignore[arg-type]
+        else:
+            future.set_result(self(x))
+        return future
+
 
 class Tied(nn.Module):
     """Two names for one parameter."""
@@ -225,3 +234,56 @@ def clean(request: Any) -> Iterator[None]:
     yield
     if cluster is not None and request.session.testsfailed == failed_before:
         cluster.run(0, finish)
+
+
+# -------------------------------------------------------------------- remote and local
+
+
+def remote_layer(
+    on: str, seed: int, cls: Any, *args: Any, **kwargs: Any
+) -> RemoteModule:
+    return RemoteModule(on, make, (seed, cls, *args), kwargs)
+
+
+def mixed_model() -> nn.Sequential:
+    """Local and remote layers in turn."""
+    return nn.Sequential(
+        make(1, nn.Linear, SIZE, SIZE),
+        remote_layer("w1", 2, Block),
+        nn.ReLU(),
+        remote_layer("w2/cpu", 3, nn.BatchNorm1d, SIZE),
+        make(4, nn.Linear, SIZE, SIZE),
+        remote_layer("rank:1", 5, nn.Linear, SIZE, 1),
+    )
+
+
+def local_model() -> nn.Sequential:
+    """The same in one process."""
+    return nn.Sequential(
+        make(1, nn.Linear, SIZE, SIZE),
+        make(2, Block),
+        nn.ReLU(),
+        make(3, nn.BatchNorm1d, SIZE),
+        make(4, nn.Linear, SIZE, SIZE),
+        make(5, nn.Linear, SIZE, 1),
+    )
+
+
+def ask(module: RemoteModule, function: Any, *args: Any) -> Any:
+    return rpc.rpc_sync(module.on, function, (module.get_module_rref(), *args))
+
+
+def all_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for path, part in model.named_modules():
+        own: dict[str, Tensor | None]
+        if isinstance(part, RemoteModule):
+            own = ask(part, gradients)
+        else:
+            own = {n: p.grad for n, p in part.named_parameters(recurse=False)}
+        found |= {f"{path}.{name}": gradient for name, gradient in own.items()}
+    return found
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -9,21 +9,39 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import probes
 from gradwire import autograd, rpc
 from gradwire.optim import DistributedOptimizer
+from gradwire.optim._local import LocalOptimizer
 from gradwire.rpc import RRef
 
 SIZE = 4
 DEFAULT_OWNERS = ("w1", "w2")
 HERE = None
 """Instead of the names of owners: plain torch, in this process."""
+
+SGD_WITH_ALL = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD with all": (torch.optim.SGD, SGD_WITH_ALL),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "Adadelta": (torch.optim.Adadelta, {"rho": 0.95}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.05}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.05}),
+}
 
 
 # ------------------------------------------------------------------------------ the model
@@ -190,6 +208,15 @@ class Fails(torch.optim.SGD):
         raise FloatingPointError("it cannot step")
 
 
+class FailsToLoad(torch.optim.SGD):
+    """Cannot load a state on worker w2."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if rpc.get_worker_info().name == "w2":
+            raise FloatingPointError("it cannot load")
+        super().load_state_dict(state_dict)
+
+
 class FailsElsewhere(torch.optim.SGD):
     """Cannot step on worker w2; on w1 it fails in another way."""
 
@@ -302,6 +329,11 @@ def wait_for_pause() -> None:
 
 def end_pause() -> None:
     _go_on.set()
+
+
+def was_aborted(rref: RRef[LocalOptimizer]) -> bool:
+    """Whether an owner has been told of a step that is not to be made."""
+    return rref.local_value()._record._over > 0
 
 
 class Meets(torch.optim.SGD):
@@ -448,6 +480,42 @@ def fail_in_step() -> None:
 
 
 # ----------------------------------------------------------------------- nothing is left
+
+
+def two_groups(model: Model) -> list[dict[str, Any]]:
+    """Each with parameters of both owners."""
+    parameters = model.parameters()
+    return [
+        {"params": parameters[0::2], "lr": 0.2, "momentum": 0.5},
+        {"params": parameters[1::2], "weight_decay": 0.1},
+    ]
+
+
+def step_in_context(
+    model: Model, optimizer: Any, number: int, before: Any = lambda: None
+) -> Any:
+    """A step with a closure, which calls something before it does anything else."""
+    with autograd.context() as ctx:
+
+        def closure() -> Tensor:
+            before()
+            loss = model.loss(number)
+            ctx.backward(loss)
+            return loss
+
+        return optimizer.step(ctx, closure)
+
+
+def nothing_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No reference and no context is left on any worker of the shared cluster."""
+    if "cluster" not in request.fixturenames:
+        yield
+        return
+    cluster = request.getfixturevalue("cluster")
+    failed_before = request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed_before:
+        cluster.run(0, check_nothing_stays)
 
 
 def check_nothing_stays() -> None:

@@ -177,6 +177,7 @@ EXTENSION_NAMES = [
     "serving_peer",
     "set_backward",
     "shielded",
+    "shown_as",
 ]
 
 OPTIM_NAMES = [

@@ -31,6 +31,9 @@ UNSET_TIMEOUT = -1.0
 
 SERIALIZERS = ("pickle", "safe")
 
+LONGEST_S = 1e6
+"""What longer limits are taken as: clocks, locks and polls do not take any number."""
+
 
 class _HiddenText(str):
     """A text that shows itself nowhere: dumps of local variables go to logs, too."""
@@ -178,6 +181,7 @@ class RpcBackendOptions:
         _check_seconds("rpc_timeout", self.rpc_timeout, zero_allowed=True)
         for name in ("init_timeout", "connect_timeout", "lost_after"):
             _check_seconds(name, getattr(self, name), zero_allowed=False)
+            object.__setattr__(self, name, min(getattr(self, name), LONGEST_S))
         for name in (
             "num_worker_threads",
             "max_head_bytes",
@@ -219,6 +223,8 @@ class RpcBackendOptions:
                 "allow_plain_tcp must be a bool, not "
                 f"{type(self.allow_plain_tcp).__name__}"
             )
+        for name in ("bind_address", "advertise_address", "interface"):
+            _check_text(name, getattr(self, name))
         _check_modules(self.allowed_modules)
         _check_transports(self.transports)
         if self.secret is not None:
@@ -231,11 +237,20 @@ class RpcBackendOptions:
             object.__setattr__(self, "secret", _hide(self.secret))
 
 
+def _check_text(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}")
+
+
 def _check_transports(names: object) -> None:
     if isinstance(names, str):
         raise TypeError(
             f"transports must be a tuple of names of transports, found the str {names!r}; "
             f"write transports=({names!r},)"
+        )
+    if names is not None and not isinstance(names, (tuple, list)):
+        raise TypeError(
+            f"transports must be a tuple of names of transports, found {names!r:.200}"
         )
     if names is not None and not names:
         raise ValueError("transports must name at least one transport, or be None")

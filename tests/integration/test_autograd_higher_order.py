@@ -9,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 import api_functions as api
 import autograd_features as features
 from autograd_features import (
+    ALL_MODES,
     BARE,
+    CONTEXT_MODES,
     DICT,
-    IN_CONTEXT,
-    MODES,
+    FEW_MODES,
     call,
     check,
     leaf,
@@ -25,9 +26,6 @@ from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
 
-ALL_MODES = pytest.mark.parametrize("mode", MODES)
-FEW_MODES = pytest.mark.parametrize("mode", features.TWO_MODES)
-CONTEXT_MODES = pytest.mark.parametrize("mode", IN_CONTEXT)
 
 ROUTES = {
     "one hop": lambda x: call("w1", features.body_of_network, x, "a"),

@@ -8,14 +8,21 @@ import pytest
 import torch
 
 import autograd_features as features
-from autograd_features import DICT, INTO_GRAD, LOCAL, MODES, call, check, leaf, note
+from autograd_features import (
+    ALL_MODES,
+    DICT,
+    FEW_MODES,
+    GRAD_MODES,
+    LOCAL,
+    call,
+    check,
+    leaf,
+    note,
+)
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
 
-ALL_MODES = pytest.mark.parametrize("mode", MODES)
-FEW_MODES = pytest.mark.parametrize("mode", features.TWO_MODES)
-GRAD_MODES = pytest.mark.parametrize("mode", INTO_GRAD)
 BOTH_SIDES = pytest.mark.parametrize("where", ["w0", "w1"])
 
 

@@ -358,6 +358,31 @@ def test_outer_context_is_current_again_after_the_inner_one():
     fn.assert_same(found, expected.gradients)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@on_worker(0)
+def test_contexts_are_left_in_another_order_than_entered(order):
+    with autograd.context() as outer:
+        managers = [autograd.context() for _ in range(3)]
+        *_, inner = [manager.__enter__() for manager in managers]
+        for number in order:
+            managers[number].__exit__(None, None, None)
+        programs.check_usable(inner)
+        managers[2].__exit__(None, None, None)
+        programs.check_usable(outer)
+
+
+@on_worker(0)
+def test_context_of_another_thread_is_left_inside_of_another_context():
+    manager = autograd.context()
+    thread = threading.Thread(target=manager.__enter__)
+    thread.start()
+    thread.join()
+
+    with autograd.context() as ctx:
+        manager.__exit__(None, None, None)
+        programs.check_usable(ctx)
+
+
 @on_worker(0)
 def test_context_cannot_be_entered_twice():
     manager = autograd.context()

@@ -16,9 +16,10 @@ import autograd_handlers as handlers
 import functions
 import probes
 from autograd_functions import call, parameter
-from gradwire import autograd
+from bare_workers import join
+from gradwire import autograd, rpc
 from gradwire.autograd import _recorder
-from gradwire.errors import EncodeError, RemoteError
+from gradwire.errors import EncodeError, NotInitialized, RemoteError
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
@@ -72,6 +73,21 @@ def test_plain_backward_that_failed_here_can_be_repeated_at_once(how, has_contex
             run_plain_backward(y, x, how)
             if ctx is not None:
                 ctx.backward(y.sum(), retain_graph=True)
+
+
+def shut_down_before_backward(url: str, has_context: bool) -> None:
+    join(0, 1, url)
+    with autograd.context() if has_context else nullcontext():
+        loss = rpc.rpc_sync("w0", torch.mul, args=(torch.ones(2).requires_grad_(), 2))
+        rpc.shutdown()
+        with pytest.raises(NotInitialized, match=r"torch:mul|the context") as caught:
+            loss.sum().backward()
+    assert "'w0' has been shut down since" in str(caught.value)
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+def test_backward_after_shutdown_says_so(bare, file_url, has_context):
+    bare.run(0, shut_down_before_backward, file_url, has_context)
 
 
 @on_worker(0)

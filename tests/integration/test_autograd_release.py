@@ -6,6 +6,7 @@ Graphs are watched with an object that one of their nodes holds; the rest is cou
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import gc
@@ -240,6 +241,34 @@ def test_failed_call_leaves_nothing_behind():
 
         fn.wait_until_released()
         handlers.wait_until_graphs("w1", 0)
+
+
+def fail_and_catch(how: str) -> weakref.ref[Tensor]:
+    """What this frame had computed when a call in it failed."""
+    computed = parameter("x") * 2
+    if how == "await":
+        asyncio.run(await_and_catch(computed))
+        return weakref.ref(computed)
+    with contextlib.suppress(ValueError):
+        if how == "sync":
+            rpc.rpc_sync("w1", handlers.fail_after, args=(computed,))
+        else:
+            rpc.rpc_async("w1", handlers.fail_after, args=(computed,)).wait()
+    return weakref.ref(computed)
+
+
+async def await_and_catch(computed: Tensor) -> None:
+    with contextlib.suppress(ValueError):
+        await rpc.rpc_async("w1", handlers.fail_after, args=(computed,))
+
+
+@pytest.mark.parametrize("how", ["sync", "future", "await"])
+@on_worker(0)
+def test_error_of_a_call_that_was_caught_keeps_no_frames(how):
+    with fn.no_collector():
+        computed = fail_and_catch(how)
+        # The thread that read the answer may still have it in its hands.
+        probes.wait_until(lambda: computed() is None, "the frames are gone", 3)
 
 
 @on_worker(0)

@@ -100,6 +100,27 @@ def test_remote_error_with_arguments_of_its_own_keeps_type_and_attributes():
     assert str(error).startswith("refused with 7: no room")
 
 
+@pytest.mark.parametrize("way", [["w1"], ["w1", "w2"]], ids=len)
+@on_worker(0)
+def test_remote_error_that_is_made_again_of_its_parts_is_whole(way):
+    found = catch(way[0], api.run_along, way[1:], api.raise_error, "remade")
+
+    for error in (found, copy.copy(found)):
+        assert_raised_on(way[-1], error, api.Remade)
+        assert (error.code, error.reason) == (7, "no room")
+        assert error.args == ("made of 7 and no room",)
+
+
+@pytest.mark.parametrize("way", [["w1"], ["w1", "w2"]], ids=len)
+@on_worker(0)
+def test_remote_error_keeps_what_is_in_slots(way):
+    error = catch(way[0], api.run_along, way[1:], api.raise_error, "slotted")
+
+    assert_raised_on(way[-1], error, api.Slotted)
+    assert error.code == 7
+    assert str(error).startswith("slot 7")
+
+
 @on_worker(0)
 def test_remote_os_error_keeps_errno_and_file():
     error = catch("w1", api.raise_error, "missing file")
@@ -224,6 +245,14 @@ def test_nested_error_that_cannot_be_pickled_keeps_its_origin():
     assert error.worker == "w2"
     assert error.remote_type == "functions.Unpicklable"
     assert "held" in str(error)
+
+
+@on_worker(0)
+def test_nested_error_that_cannot_be_combined_keeps_its_origin():
+    error = catch("w1", api.run_along, ["w2"], api.raise_error, "memory")
+
+    assert type(error) is MemoryError
+    assert error.worker == "w2"  # type: ignore[attr-defined]
 
 
 @on_worker(0)
@@ -398,7 +427,7 @@ def test_target_must_be_callable(function):
 @pytest.mark.parametrize("args", [5, "ab", {"a": 1}, {1, 2}], ids=repr)
 @on_worker(0)
 def test_args_of_a_wrong_type_are_refused(args):
-    for start in (rpc.rpc_sync, rpc.rpc_async):
+    for start in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(TypeError, match="args must be a tuple") as caught:
             start("w1", functions.echo, args=args)
         assert not isinstance(caught.value, RemoteError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import resource
 import signal
 import subprocess
@@ -33,7 +32,6 @@ from gradwire.errors import (
     PeerLostError,
     UsageError,
 )
-from gradwire.rpc import _api
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.chaos]
 
@@ -48,7 +46,7 @@ FORGOTTEN = "nobody sets this"
 kept: list[torch.Tensor] = []
 
 
-# ------------------------------------------------------------------- run by workers
+# ------------------------------------------------------------------------- run by workers
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def drop_tensors() -> int:
     return probes.count_segments()
 
 
-# ------------------------------------------------------------------------- the tests
+# ------------------------------------------------------------------------------ the tests
 
 
 def wait_until_pending(cluster: Cluster, rank: int, number: int) -> None:
@@ -355,7 +353,7 @@ def test_interpreter_exit_without_shutdown_fails_pending_calls(make_cluster, tmp
             process.kill()
 
 
-# --------------------------------------------------------------------------- silence
+# -------------------------------------------------------------------------------- silence
 
 
 def test_stopped_worker_is_lost_after_the_limit(make_cluster):
@@ -429,7 +427,7 @@ def test_sleeper_does_not_take_others_for_lost(make_cluster):
         assert cluster.run(rank, rpc.get_debug_info)["workers_lost"] == 0
 
 
-# ---------------------------------------------------------------------- coming back
+# ---------------------------------------------------------------------------- coming back
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -467,7 +465,7 @@ def test_restart_of_one_does_not_disturb_calls_of_others(make_cluster):
     assert blocked.result() == "later"
 
 
-# --------------------------------------------------------------- beginning and end
+# ---------------------------------------------------------------------- beginning and end
 
 
 @pytest.fixture
@@ -621,7 +619,7 @@ def test_shutdown_ends_although_the_coordinator_dies_in_it(make_cluster):
         end.result()
 
 
-# ------------------------------------------------------------------- shared memory
+# -------------------------------------------------------------------------- shared memory
 
 LARGE = 4 << 20
 
@@ -688,119 +686,7 @@ def test_worker_killed_by_a_handler_names_itself_in_the_error(make_cluster):
     assert cluster.wait_dead(1) == -signal.SIGKILL
 
 
-# ---------------------------------------------------------------- children by ``fork``
-
-
-def die_before_a_child(pid_file: str) -> None:
-    """Ends this process, while one that it has forked lives on."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(60)
-        signal.pause()
-    Path(pid_file).write_text(str(pid))
-    functions.kill_process()
-
-
-@pytest.mark.parametrize("options", [{}, {"transports": ("tcp",), "secret": "s" * 32}])
-def test_loss_is_noticed_at_once_though_a_child_lives_on(
-    make_cluster, tmp_path: Path, options
-):
-    cluster = make_cluster(2, {"lost_after": 120.0, **options})
-    pid_file = tmp_path / "pid"
-    assert cluster.run(0, call, "w1", functions.add, 1, 2) == 3
-
-    start = time.monotonic()
-    try:
-        with pytest.raises(
-            PeerLostError, match=r"'w1'.*it closed the connection.*see its output"
-        ):
-            cluster.run(0, call, "w1", die_before_a_child, str(pid_file))
-        assert time.monotonic() - start < 10 * NOTICED_S
-    finally:
-        os.kill(int(pid_file.read_text()), signal.SIGKILL)
-    assert cluster.wait_dead(1) == -signal.SIGKILL
-
-
-def ask_a_child(store: str) -> list[Any]:
-    """What a process finds that this one has forked."""
-    rref: rpc.RRef[int] = rpc.remote("w1", functions.add, (1, 2))
-    assert rref.to_here() == 3
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(writer, pickle.dumps(look_round_in_a_child(rref, store)))
-        except BaseException as error:
-            os.write(writer, pickle.dumps([repr(error)]))
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        found: list[Any] = pickle.loads(pipe.read())
-    os.waitpid(pid, 0)
-    assert rref.to_here() == 3
-    return found
-
-
-def look_round_in_a_child(rref: rpc.RRef[int], store: str) -> list[Any]:
-    signal.alarm(60)
-    found: list[Any] = [rpc.is_initialized()]
-    uses: list[Callable[[], object]] = [
-        lambda: rpc.rpc_sync("w1", functions.add, (1, 2)),
-        rref.to_here,
-        lambda: rref.rpc_sync().bit_length(),
-        rpc.shutdown,
-    ]
-    for use in uses:
-        try:
-            found.append(use())
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    # The numbers that are free now are not those of the parent's things any more.
-    own = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]
-    agent = _api._parents[0].agent
-    for link in agent.network._links:
-        link.connection.close()
-    agent.pool._close_pollers()
-    agent.close()
-    found.append({os.readlink(f"/proc/self/fd/{number}") for number in own})
-    join_alone(store)
-    found.append(rpc.rpc_sync("child", functions.add, (1, 2)))
-    rpc.shutdown()
-    return found
-
-
-def join_alone(store: str) -> None:
-    options = rpc.RpcBackendOptions(init_method=store, init_timeout=10.0)
-    rpc.init_rpc("child", 0, 1, options)
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-def test_child_of_a_worker_is_none_but_may_become_one(
-    make_cluster, tmp_path: Path, asked
-):
-    cluster = make_cluster(2)
-    store = f"file://{tmp_path}/store"
-
-    if asked == 0:
-        found = cluster.run(0, ask_a_child, store)
-    else:
-        found = cluster.run(1, call, "w0", ask_a_child, store)
-
-    is_worker, call_text, rref_text, method_text, end_text, numbers, total = found
-    assert not is_worker
-    assert call_text.startswith("NotInitialized: ")
-    assert "forked from worker 'w0'" in call_text
-    for text in (rref_text, method_text):
-        assert text.startswith(
-            "NotInitialized: this process was forked from worker 'w0'"
-        )
-    assert end_text.startswith("NotInitialized: ")
-    assert numbers == {"/dev/null"}
-    assert total == 3
-
-
-# ------------------------------------------------------------------- no descriptors left
+# -------------------------------------------------------------------- no descriptors left
 
 
 _held: list[int] = []

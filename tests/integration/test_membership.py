@@ -18,12 +18,14 @@ from cluster import Cluster
 from gradwire import autograd, rpc
 from gradwire.errors import (
     ConnectTimeout,
+    EncodeError,
     OwnerLost,
     PeerLostError,
     ShutdownTimeout,
     UnknownWorker,
     UsageError,
 )
+from on_worker import on_worker
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.chaos]
 
@@ -578,6 +580,31 @@ def test_loss_of_a_third_worker_is_no_reason_to_call_again(make_cluster):
     cluster.kill(2)
 
     assert cluster.run(0, lose_a_third, "w1", "w2") < NOTICED_S
+
+
+@rpc.functions.idempotent
+def shared(first: list[Any], second: list[Any]) -> tuple[bool, bool]:
+    return first is second, first[0] is first
+
+
+@on_worker(0)
+def test_idempotent_call_keeps_what_its_arguments_share():
+    ring: list[Any] = []
+    ring.append(ring)
+
+    for args in ((ring, ring), (ring, [ring])):
+        found = rpc.rpc_async("w1", shared, args).wait()
+        assert found == rpc.rpc_sync("w1", shared, args)
+        assert found == (args[0] is args[1], True)
+
+
+@on_worker(0)
+def test_idempotent_call_that_cannot_be_sent_raises_at_once():
+    args: Any = 5
+    with pytest.raises(TypeError, match="args must be a tuple"):
+        rpc.rpc_async("w1", multiply, args)
+    with pytest.raises(EncodeError, match="lock"):
+        rpc.rpc_async("w1", multiply, (threading.Lock(),))
 
 
 def test_idempotent_refuses_what_cannot_be_called():

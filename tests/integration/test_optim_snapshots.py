@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -389,6 +390,18 @@ def lose_without_snapshots() -> None:
         optimizer.recover()
 
 
+@on_worker(0)
+def test_without_snapshots_an_owner_that_is_ahead_is_named():
+    rpc.rpc_sync("w1", fn.forget_layers)
+    parameters = [ParametersOf("w1", fn.parameters, 0)]
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    local = optimizer._shares[0].rref
+    local.rpc_sync().step_alone((1, 1), None, {})  # and the trainer does not know it
+
+    with pytest.raises(NotRepeatable, match=r"'w1' has made another step.*snapshots"):
+        optimizer.recover()
+
+
 @pytest.mark.chaos
 def test_without_snapshots_a_lost_owner_is_lost(make_cluster):
     cluster = make_cluster(4)
@@ -559,6 +572,27 @@ def test_state_that_cannot_be_read_safely_is_refused(tmp_path):
 
 
 @on_worker(0)
+def test_hyperparameter_that_cannot_be_read_safely_is_refused_later_too(tmp_path):
+    optimizer = make_small(Snapshots(tmp_path))
+
+    def step() -> None:
+        with autograd.context() as ctx:
+            ctx.backward(
+                rpc.rpc_sync("w1", fn.apply_layer, (0, fn.data_of(0)[0])).sum()
+            )
+            optimizer.step(ctx)
+
+    step()
+    optimizer.param_groups[0]["lr"] = numpy.float64(0.1)
+    with pytest.raises(SnapshotError, match="tensors and plain values only"):
+        step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    step()
+
+    assert optimizer.committed_steps == 2
+
+
+@on_worker(0)
 def test_parameters_may_be_found_by_functions_without_snapshots():
     rpc.rpc_sync("w1", fn.forget_layers)
     expected = Model(HERE, 1)
@@ -595,6 +629,12 @@ def test_bad_arguments_are_refused(tmp_path):
         ParametersOf("w1", [1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"str on worker 'w1' must return.*found str"):
         ParametersOf("w1", str, 12).refer()  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"on worker 'w1' must return.*found NoneType"):
+        ParametersOf("w1", fn.forget_layers).refer()  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"ones on worker 'w1' must return.*found Tensor"
+    ):
+        ParametersOf("w1", torch.ones, 2).refer()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -115,6 +118,44 @@ def test_step_that_fails_on_one_owner_is_made_by_none():
     found.train(optimizer, range(1, 3))
 
     assert "undone on all of them" in vars(caught.value)["__notes__"][-1]
+    assert_same(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("num_owners", [1, 2])
+@on_worker(0)
+def test_step_that_is_interrupted_is_made_by_none(num_owners):
+    owners = ("w1", "w2")[:num_owners]
+    expected, found = Model(HERE, num_owners), Model(owners)
+    expected.train(expected.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), range(2))
+    optimizer = found.optimizer(
+        optim_functions.Pauses, lr=0.1, momentum=0.9, two_phase=True
+    )
+    for owner in owners:
+        rpc.rpc_sync(owner, optim_functions.end_pause)
+    found.train(optimizer, range(1))
+    rpc.rpc_sync("w1", optim_functions.prepare_pause)
+
+    def interrupt() -> None:
+        rpc.rpc_sync("w1", optim_functions.wait_for_pause)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+            found.train(optimizer, range(2, 3))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread.join()
+    local = optimizer._shares[0].rref
+    probes.wait_until(
+        lambda: rpc.rpc_sync("w1", optim_functions.was_aborted, (local,)), "aborted"
+    )
+    rpc.rpc_sync("w1", optim_functions.end_pause)
+    found.train(optimizer, range(1, 2))
+
+    assert optimizer.committed_steps == 2
     assert_same(found.values(), expected.values())
 
 

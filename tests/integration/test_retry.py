@@ -314,11 +314,20 @@ def test_lost_worker_after_a_step_is_not_run_again():
         autograd.retry(step)
 
 
+def test_coroutine_function_is_refused_where_nobody_would_await_it():
+    async def step(ctx: autograd.Context) -> None:
+        raise AssertionError("it was run")
+
+    with pytest.raises(UsageError, match="aretry"):
+        autograd.retry(step)  # type: ignore[unused-coroutine]
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"attempts": 0}, ValueError),
         ({"attempts": "2"}, ValueError),
+        ({"recover": 3}, TypeError),
         ({"backoff": -1}, ValueError),
         ({"timeout": float("nan")}, ValueError),
         ({"errors": ["PeerLostError"]}, TypeError),

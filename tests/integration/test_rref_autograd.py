@@ -16,7 +16,7 @@ import rref_functions as fn
 from autograd_functions import call, parameter
 from cluster import Cluster
 from gradwire import autograd, rpc
-from gradwire.errors import OwnerLost, UsageError
+from gradwire.errors import OwnerLost, UnknownContext, UsageError
 from gradwire.rpc import RRef
 from on_worker import on_worker
 from rref_functions import Layer, own, refer
@@ -392,6 +392,18 @@ def test_backward_of_a_reference_that_another_worker_made():
 
 def run_backward(rref: RRef[Tensor], ctx: int) -> None:
     rref.backward(ctx)
+
+
+@pytest.mark.parametrize("to", ["w0", "w1"])
+@pytest.mark.parametrize(
+    ("context", "kind"),
+    [("a", TypeError), (1.5, TypeError), (True, TypeError), (-5, UnknownContext)],
+)
+@on_worker(0)
+def test_backward_of_a_reference_refuses_what_is_no_context(to, context, kind):
+    rref = loss_there(to)
+    with pytest.raises(kind, match="context"):
+        rref.backward(context)
 
 
 @pytest.mark.parametrize("to", ["w0", "w1"])

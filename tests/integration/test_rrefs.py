@@ -632,6 +632,20 @@ def test_to_here_has_a_limit(to):
 
 
 @on_worker(0)
+def test_timeouts_say_what_the_program_has_called():
+    rref = rpc.remote("w1", fn.wait_and_make, args=("made", Counter()))
+    own = rpc.remote("w0", fn.wait_and_make, args=("made", Counter()))
+
+    with pytest.raises(CallTimeout, match=r"the call of to_here\(\) on worker 'w1'"):
+        rref.to_here(timeout=0.02)
+    for each, worker in ((rref, "w1"), (own, "w0")):
+        with pytest.raises(CallTimeout, match=f"the method 'get' on worker '{worker}'"):
+            each.rpc_sync(timeout=0.02).get()
+    rpc.rpc_sync("w1", functions.set_event, args=("made",))
+    functions.set_event("made")
+
+
+@on_worker(0)
 def test_proxies_have_a_limit():
     rref = rpc.remote("w1", fn.wait_and_make, args=("made", Counter()))
 

@@ -102,6 +102,17 @@ def test_meeting_place_that_does_not_answer_is_bad_for_others_than_rank_0(monkey
     assert find("meeting place").level == "bad"
 
 
+@pytest.mark.parametrize("port", ["abc", "-1", "65536"])
+def test_meeting_place_without_a_port_number_is_bad(port, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+
+    finding = find("meeting place")
+
+    assert finding.level == "bad"
+    assert f"MASTER_PORT is '{port}'" in finding.found
+
+
 def test_without_a_secret_the_way_between_hosts_is_told_in_full():
     remedy = find("secret").remedy
 

@@ -38,3 +38,14 @@ def test_stream_that_takes_no_more_does_not_end_the_others(tmp_path, capsys):
 
     assert good.getvalue() == "[w] é\n"
     assert "/dev/full is not shown any more: [Errno 28]" in capsys.readouterr().err
+
+
+def test_what_follows_a_long_line_is_shown_at_the_end(tmp_path):
+    stream, path = io.StringIO(), tmp_path / "log"
+    long = "x" * (3 << 20)
+    output = Output(width=1, use_colours=False)
+    path.write_text(f"{long}\n\nlast\nno end")
+    output.follow("w", str(path), stream)
+    output.close()
+
+    assert stream.getvalue() == f"[w] {long}\n[w] \n[w] last\n[w] no end\n"

@@ -65,6 +65,30 @@ def test_traceback_of_the_first_failure_comes_first_and_once(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        ("def f(:", "SyntaxError: invalid syntax"),
+        (
+            "class Mute(Exception):\n"
+            "    def __str__(self): raise ValueError('no words')\n"
+            "raise Mute",
+            "Mute: <exception str() failed>",
+        ),
+    ],
+)
+def test_failure_of_a_program_is_shown_without_frames_of_ours(tmp_path, program, text):
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    done = run("--role", "a=1", script)
+
+    assert done.returncode == 1
+    assert "gradwire: worker 'a' failed first" in done.stderr
+    assert text in done.stderr
+    assert "_worker.py" not in done.stderr
+    assert "_program.py" not in done.stderr
+
+
 def test_one_program_runs_by_itself_and_under_the_launcher():
     launched = run(*ROLES, PROGRAMS, "both")
     alone = subprocess.run(
@@ -92,6 +116,14 @@ def test_killed_worker_is_named():
         r"worker 'trainer:1' failed first \(process \d+\):\n\nit was killed by SIGKILL",
         done.stderr,
     )
+
+
+def test_program_may_be_a_folder(tmp_path):
+    (tmp_path / "__main__.py").write_text("import sys; print(*sys.argv[1:])")
+
+    done = run("--role", "w=1", tmp_path, "an argument")
+
+    assert done.stdout == "[w] an argument\n", done.stderr
 
 
 def test_signal_without_a_name_is_reported():
@@ -164,6 +196,53 @@ def test_ctrl_c_ends_everything(tmp_path):
     assert time.monotonic() - start < 10
     for path in tmp_path.iterdir():
         assert not Path(f"/proc/{path.name.split('-')[1]}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_hosts_are_awaited_ends_at_once_and_leaves_nothing(
+    number, tmp_path
+):
+    # Nobody answers there, and torch asks for a minute.
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{place.getsockname()[1]}"
+        command = ["--role", "w=2", "--nnodes", "2", "--node-rank", "1"]
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "gradwire", "run", *command),
+                *("--rdzv-endpoint", endpoint, PROGRAMS, "train"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GRADWIRE_SECRET": "s" * 32, "TMPDIR": str(tmp_path)},
+        )
+        assert process.stderr is not None
+        assert "waits for all 2 hosts" in process.stderr.readline()
+        process.send_signal(number)
+        _, text = process.communicate(timeout=30)
+
+    assert process.returncode == -number
+    assert "Traceback" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signal_that_is_ignored_does_not_end_the_job(tmp_path):
+    mark = tmp_path / "go_on"
+    command = ["--role", "w=1", PROGRAMS, "print_before_and_after", mark]
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "gradwire", "run", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[w] before\n"
+    process.send_signal(signal.SIGHUP)
+    mark.touch()
+    rest, text = process.communicate(timeout=SOON_S)
+
+    assert process.returncode == 0, text
+    assert rest == "[w] after\n"
 
 
 def test_workers_end_with_a_launcher_that_is_killed(tmp_path):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -18,6 +19,7 @@ import torch
 from cluster import ensure_fork_server
 from gradwire import launch, rpc
 from gradwire.errors import (
+    DecodeError,
     LaunchError,
     LaunchTimeout,
     PeerLostError,
@@ -68,6 +70,11 @@ def wait_for(to: str) -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return open, ("/no/such/file",)
 
 
 # --------------------------------------------------------------------------------- tests
@@ -153,6 +160,11 @@ def test_value_that_cannot_be_sent_is_an_error():
         spawn(lambda: lambda: 1, 1)
 
 
+def test_value_that_cannot_be_read_is_an_error_that_names_the_worker():
+    with pytest.raises(DecodeError, match=r"what worker 'worker' .*FileNotFound"):
+        spawn(Unreadable, 1)
+
+
 def test_options_reach_the_workers():
     found = spawn(rpc.get_rpc_timeout, 1, options=rpc.RpcBackendOptions(rpc_timeout=7))
 
@@ -186,6 +198,31 @@ def test_function_of_a_launched_worker_may_shut_down_itself(monkeypatch, tmp_pat
 def test_wrong_roles_are_refused(function, roles, text):
     with pytest.raises(UsageError, match=text):
         spawn(function, roles)
+
+
+async def wait_for_nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"function": wait_for_nothing}, "'worker' is an async def.*asyncio.run"),
+        ({"args": 0}, "args must be a tuple of arguments, found int"),
+        ({"args": "ab"}, "args must be a tuple of arguments, found str"),
+        ({"options": {}}, "options must be RpcBackendOptions, found dict"),
+        ({"timeout": "3"}, "timeout must be a number of seconds or None, found '3'"),
+        ({"timeout": float("nan")}, "timeout must be .*, found nan"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_leave_nothing_behind(
+    settings, text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UsageError, match=text):
+        launch.spawn(**{"function": os.getpid, "roles": 1, **settings})
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_this_worker_needs_a_launcher(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import operator
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -101,7 +100,7 @@ class context:
                 f'accumulate must be "dict" or "grad", found {accumulate!r}'
             )
         self._into_grad = accumulate == "grad"
-        self._opened: tuple[Exchange, Side, contextvars.Token[Any]] | None = None
+        self._opened: tuple[Exchange, Side] | None = None
 
     def __enter__(self) -> Context:
         """Opens the context and makes it the current one."""
@@ -112,8 +111,9 @@ class context:
             check_repeatable(exchange, "context(accumulate='grad')")
         try:
             with shielded():  # what is open must be released
-                side = exchange.registry.open(self._into_grad)
-                self._opened = exchange, side, active_context.set(side.name)
+                side = exchange.registry.open(self._into_grad, active_context.get())
+                self._opened = exchange, side
+                active_context.set(side.name)
             context = Context(side.name.key)
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -130,11 +130,10 @@ class context:
         with shielded():
             if self._opened is None:
                 return
-            (exchange, side, token), self._opened = self._opened, None
-            try:
-                active_context.reset(token)
-            except ValueError:  # left in another task than entered
-                active_context.set(None)
+            (exchange, side), self._opened = self._opened, None
+            # Another one may be, if they are left in another order, or by another thread.
+            if active_context.get() == side.name:
+                active_context.set(exchange.registry.innermost(side.around))
             exchange.releases.release(side)
 
 
@@ -235,11 +234,17 @@ def grad(
     exchange = current_exchange()
     side = exchange.registry.get(_id_of(context_id))
     tensors, seeds = _check_roots(outputs, grad_outputs, "outputs", "grad_outputs")
+    if not isinstance(inputs, (Tensor, Iterable)):
+        raise TypeError(f"inputs must be tensors, found {type(inputs).__name__}")
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not wanted:
         raise ValueError("grad needs at least one input")
     for number, tensor in enumerate(wanted):
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"inputs must be tensors, found {type(tensor).__name__} at {number}"
+            )
+        if not tensor.requires_grad:
             raise UsageError(f"input {number} does not require grad")
     found = run_pass(
         exchange,

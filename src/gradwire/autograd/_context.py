@@ -130,6 +130,7 @@ class Side:
         self.holds_weakly = holds_weakly
         self.into_grad = into_grad
         self.is_released = False
+        self.around: tuple[ContextName, ...] = ()  # it was opened in; innermost first
         self.brought_by: int | None = None  # the peer that it is charged to
         self.is_serving = False  # a call's context on the callee, while it is run
         self.mark = Mark()

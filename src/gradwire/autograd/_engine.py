@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._averaged import set_aside, wrappers_among
-from gradwire.autograd._functions import ANCHOR, CHAIN_END, apply_start
+from gradwire.autograd._functions import ANCHOR, ANCHOR_NODE, apply_start
 from gradwire.autograd._torch_private import record, run_engine
 
 __all__ = ["Destination", "accumulate", "leaves_of", "run_backward"]
@@ -33,7 +33,7 @@ class Destination(IntEnum):
 
 
 # The class of the nodes behind leaves, for which torch has no name.
-_Accumulator: Any = type(CHAIN_END.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_Accumulator: Any = type(ANCHOR_NODE)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _SEED = torch.zeros(())  # the gradient of a token, which nobody looks at
 

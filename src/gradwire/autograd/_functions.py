@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANCHOR",
+    "ANCHOR_NODE",
     "CHAIN_END",
     "apply_recv",
     "apply_send",
@@ -45,7 +46,8 @@ ANCHOR = torch.zeros((), requires_grad=True)
 also those that lead to no leaf of interest. It never gets a gradient."""
 CHAIN_END = ANCHOR.view_as(ANCHOR)
 """What a chain begins with, as a token. Not the leaf itself: see `_context._send`."""
-_ANCHOR_NODE: Any = CHAIN_END.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+ANCHOR_NODE: Any = CHAIN_END.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+"""The node behind that leaf."""
 
 
 _TOKEN = torch.zeros(())
@@ -161,7 +163,7 @@ def is_into_grad() -> bool:
     innermost backward of this thread.
     """
     try:
-        return executes(_ANCHOR_NODE)
+        return executes(ANCHOR_NODE)
     except RuntimeError:
         return (
             False  # it is a part of a pass that takes a gradient there: see `_engine`

@@ -29,6 +29,7 @@ from gradwire.errors import (
     ForeignGraph,
     GradwireError,
     GraphConsumed,
+    NotInitialized,
     UsageError,
 )
 
@@ -176,6 +177,13 @@ def gone(
     exchange: Exchange, name: ContextName, message: ReceivedMessage
 ) -> GradwireError:
     """Why there is no side of a message's context any more."""
+    if exchange.registry.is_closed:
+        return NotInitialized(
+            f"a backward reached a tensor that arrived in {message.label}, and worker "
+            f"{exchange.agent.info.name!r} has been shut down since. Call backward() "
+            "before shutdown()",
+            worker=exchange.agent.info.name,
+        )
     if is_implicit(name.key):
         if message.is_request:
             return _foreign_call(exchange, message.label)

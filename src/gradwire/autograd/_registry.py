@@ -70,6 +70,9 @@ class Registry:
     Args:
         exchange: The worker.
         incarnation: Its own.
+
+    Attributes:
+        is_closed: The worker was shut down.
     """
 
     def __init__(self, exchange: Exchange, incarnation: int) -> None:
@@ -88,17 +91,27 @@ class Registry:
         # Contexts of others that were dropped here because a worker was lost: others may
         # still start passes over them. Until their openers' releases come.
         self._broken: dict[ContextName, Broken] = {}
-        self._is_closed = False
+        self.is_closed = False
 
-    def open(self, into_grad: bool) -> Side:
-        """A new explicit context of this worker."""
+    def open(self, into_grad: bool, outer: ContextName | None = None) -> Side:
+        """A new explicit context of this worker, opened inside another one or not."""
         me = self._exchange.me
         with self._lock:
             self._issued += 1
             self._live.add(self._issued)
             key = key_of_context(me, self._issued)
             side = self._make(ContextName(key, self._incarnation), "", into_grad)
+        if outer is not None:
+            enclosing = self.find(outer)
+            side.around = outer, *(enclosing.around if enclosing is not None else ())
         return side
+
+    def innermost(self, names: Iterable[ContextName]) -> ContextName | None:
+        """The first of some contexts that is not over."""
+        for name in names:
+            if self.find(name) is not None or name in self._broken:
+                return name
+        return None
 
     def find(self, name: _Naming) -> Side | None:
         """Our side of a context, if there is one; a message names one, too."""
@@ -157,7 +170,7 @@ class Registry:
             side = self._sides.get(name.key)
             if side is not None and side.name.incarnation == name.incarnation:
                 return side
-            if side is not None or self._is_closed or self._is_over(name):
+            if side is not None or self.is_closed or self._is_over(name):
                 return None
             if name in self._broken:
                 return None
@@ -313,7 +326,7 @@ class Registry:
     def close(self) -> list[Side]:
         """No context is joined any more; returns the sides that there were."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             sides = list(self._sides.values())
             self._sides.clear()
             self._joined.clear()

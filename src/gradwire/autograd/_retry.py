@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from gradwire.errors import (
     DeadlineExceeded,
     GradwireError,
     PeerLostError,
+    UsageError,
 )
 from gradwire.rpc import is_initialized, rpc_async, rpc_sync
 from gradwire.rpc.extension import current_agent, for_agents
@@ -73,7 +75,7 @@ def retry(
 
     Raises:
         NotRepeatable: A worker was lost after an optimizer's step was applied.
-        UsageError: The step puts gradients into ``.grad``.
+        UsageError: The step puts gradients into ``.grad``, or is an ``async def``.
         Exception: Whatever else the step raised; or the last error, with a note on all
             attempts, if there were enough or the worker did not come back.
 
@@ -88,6 +90,11 @@ def retry(
         >>> retry(step), retry(step)
         (6.0, -3.0)
     """
+    if inspect.iscoroutinefunction(step):
+        raise UsageError(
+            "the step is an async def, which would run when its context has been left: "
+            "await aretry(step)"
+        )
     trials = _Trials(attempts, backoff, timeout, or_role, errors, recover)
     while True:
         attempt = Attempt(_current_attempt())
@@ -188,6 +195,8 @@ class _Trials:
         for kind in kinds:
             if not isinstance(kind, type) or not issubclass(kind, Exception):
                 raise TypeError(f"errors must be classes of exceptions, found {kind!r}")
+        if recover is not None and not callable(recover):
+            raise TypeError(f"recover must be a function, found {recover!r}")
         self._attempts = Attempts(attempts, backoff, kinds)
         self._timeout_s = timeout
         self._or_role = or_role

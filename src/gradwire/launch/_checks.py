@@ -34,6 +34,7 @@ _SHORT_SECRET = 16
 _FEW_DESCRIPTORS = 1024
 _LITTLE_MEMORY = 1 << 30
 _REACH_S = 3.0
+_LARGEST_PORT = 0xFFFF
 
 
 class Finding(NamedTuple):
@@ -212,6 +213,14 @@ def _check_meeting_place(options: RpcBackendOptions) -> Iterator[Finding]:
             "meeting place",
             "MASTER_ADDR and MASTER_PORT are not set",
             "a launcher sets them: gradwire run, torchrun, srun",
+        )
+        return
+    if not port.isdecimal() or int(port) > _LARGEST_PORT:
+        yield Finding(
+            "bad",
+            "meeting place",
+            f"MASTER_PORT is {port!r}",
+            f"set it to the number of a port, up to {_LARGEST_PORT}",
         )
         return
     try:

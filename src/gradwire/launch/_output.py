@@ -97,20 +97,25 @@ class _File:
         self.stream = stream
         self._path = path
         self._offset = 0
-        self._rest = b""
+        self._rest: list[bytes] = []  # parts of a line that has no end yet
 
     def read_lines(self, *, to_the_end: bool) -> list[str]:
+        data = b""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read(_MOST_BYTES)
+                # A line may be longer than what is read at once.
+                while b"\n" not in data and (data := file.read(_MOST_BYTES)):
+                    self._offset += len(data)
+                    self._rest.append(data)
         except OSError:
             return []  # not begun yet, or out of reach for now
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if to_the_end and not data and self._rest:
-            lines.append(self._rest)
-            self._rest = b""
+        if not data and not to_the_end:
+            return []
+        *lines, rest = b"".join(self._rest).split(b"\n")
+        if not data and rest:
+            lines, rest = [rest], b""
+        self._rest = [rest]
         return [line.decode(errors="replace") for line in lines]
 
 

@@ -47,6 +47,7 @@ from gradwire.launch._spawn import describe_end
 __all__ = ["Job", "run_job"]
 
 _END_S = 5  # for workers that are asked to end
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,18 @@ def run_job(job: Job) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # What it has to say is said below, once.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    folder = job.log_folder or tempfile.mkdtemp(prefix="gradwire-")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Before there are workers it just ends this process, also where torch waits
+        # outside of Python; then torch has its own handlers.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     names = [worker_of(job.roles, r).name for r in range(sum(job.roles.values()))]
+    output = Output(max(map(len, names)))
+    logs = _Logs(job, output)
     try:
-        output = Output(max(map(len, names)))
-        try:
-            return _launch(job, num_here, _Logs(folder, job, output), output)
-        finally:
-            output.close()
+        return _launch(job, num_here, logs, output)
     finally:
-        if job.log_folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        output.close()
+        logs.close()
 
 
 def _check_program(program: Sequence[str]) -> None:
@@ -130,7 +132,7 @@ def _check_program(program: Sequence[str]) -> None:
         raise UsageError(
             "gradwire run needs a script: gradwire run --role w=2 train.py"
         )
-    if program[0] != "-m" and not Path(program[0]).is_file():
+    if program[0] != "-m" and not Path(program[0]).exists():  # it may be a folder
         raise UsageError(f"there is no script {program[0]!r}")
 
 
@@ -156,7 +158,7 @@ def _launch(job: Job, num_here: int, logs: _Logs, output: Output) -> int:
             f"--nproc-per-node={num_here}",
             f"--max-restarts={job.max_restarts}",
             # Else torch makes one that stays.
-            f"--log-dir={logs.root_log_dir}",
+            f"--log-dir={os.devnull}",
             *(
                 job.torch_options
                 or ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
@@ -171,6 +173,10 @@ def _launch(job: Job, num_here: int, logs: _Logs, output: Output) -> int:
     config.run_id = config.run_id or "gradwire"
     config.logs_specs = logs
     config.shutdown_timeout = _END_S
+    # One that is ignored, as with nohup, stays so.
+    config.signals_to_handle = ",".join(
+        one.name for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN
+    )
     command = ["-u", "-m", "gradwire.launch._worker", str(os.getpid()), *job.program]
     try:
         elastic_launch(config, sys.executable)(*command)
@@ -190,10 +196,15 @@ def _launch(job: Job, num_here: int, logs: _Logs, output: Output) -> int:
 
 
 class _Logs(DefaultLogsSpecs):
-    """Where workers write, and who shows it."""
+    """Where workers write, and who shows it.
 
-    def __init__(self, folder: str, job: Job, output: Output) -> None:
-        super().__init__(log_dir=folder, redirects=Std.ALL)
+    The temporary folder is made with the first workers: a signal that comes earlier ends
+    this process, and would leave it behind.
+    """
+
+    def __init__(self, job: Job, output: Output) -> None:
+        super().__init__(log_dir=job.log_folder or os.devnull, redirects=Std.ALL)
+        self._temporary: str | None = None
         self._job = job
         self._output = output
         self._names: dict[int, str] = {}  # by rank
@@ -212,6 +223,8 @@ class _Logs(DefaultLogsSpecs):
         self._attempt += 1
         for env in envs.values():
             self._job.check_size(int(env["WORLD_SIZE"]))
+        if self._job.log_folder is None and self._temporary is None:
+            self._temporary = self._root_log_dir = tempfile.mkdtemp(prefix="gradwire-")
         destination: LogsDest = super().reify(envs)
         self._error_files = {}
         for local_rank, env in envs.items():
@@ -222,6 +235,11 @@ class _Logs(DefaultLogsSpecs):
             self._output.follow(name, destination.stdouts[local_rank], sys.stdout)
             self._output.follow(name, destination.stderrs[local_rank], sys.stderr)
         return destination
+
+    def close(self) -> None:
+        """Takes the temporary folder away."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def report(self, failures: Mapping[int, ProcessFailure]) -> int:
         """Says who failed, the first with its traceback; returns its exit status."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,7 +21,13 @@ from typing import Any
 
 from gradwire import rpc
 from gradwire._config import ROLES_VARIABLE, RpcBackendOptions
-from gradwire.errors import LaunchError, LaunchTimeout, PeerLostError, UsageError
+from gradwire.errors import (
+    DecodeError,
+    LaunchError,
+    LaunchTimeout,
+    PeerLostError,
+    UsageError,
+)
 from gradwire.launch import _child
 from gradwire.launch._roles import (
     Worker,
@@ -75,7 +82,8 @@ def spawn(
             traceback.
         LaunchError: A worker died.
         LaunchTimeout: The limit came first.
-        UsageError: The roles or functions are wrong, or processes cannot be started here.
+        DecodeError: What a worker returned cannot be rebuilt in this process.
+        UsageError: An argument is wrong, or processes cannot be started here.
 
     Example:
         >>> found = spawn(this_worker, roles={"ps": 1, "trainer": 2})
@@ -86,6 +94,7 @@ def spawn(
         roles = {"worker": roles}
     checked = check_roles(roles)
     functions = _by_role(function, checked)
+    _check_settings(args, options, timeout)
     _check_not_a_child()
     method = start_method or ("fork" if _is_interactive() else "spawn")
     if method == "fork":
@@ -174,7 +183,29 @@ def _by_role(
             raise UsageError(
                 f"role {role!r} must be given a function, found {type(one).__name__}"
             )
+        if inspect.iscoroutinefunction(one):
+            raise UsageError(
+                f"the function of role {role!r} is an async def, which nobody would await: "
+                "pass a function that calls asyncio.run"
+            )
     return functions
+
+
+def _check_settings(args: object, options: object, timeout: object) -> None:
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(
+            f"args must be a tuple of arguments, found {type(args).__name__}"
+        )
+    if options is not None and not isinstance(options, RpcBackendOptions):
+        raise UsageError(
+            f"options must be RpcBackendOptions, found {type(options).__name__}"
+        )
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    is_limit = isinstance(timeout, (int, float)) and timeout >= 0  # also refuses NaN
+    if timeout is not None and not (is_number and is_limit):
+        raise UsageError(
+            f"timeout must be a number of seconds or None, found {timeout!r}"
+        )
 
 
 def _is_interactive() -> bool:
@@ -371,9 +402,19 @@ class _Group:
 
 def _read(child: _Child) -> None:
     try:
-        child.reports.append(pickle.loads(child.connection.recv_bytes()))
+        data = child.connection.recv_bytes()
     except (EOFError, OSError):
         child.connection.close()
+        return
+    try:
+        child.reports.append(pickle.loads(data))
+    except Exception as error:
+        name = child.worker.name
+        raise DecodeError(
+            f"what worker {name!r} returned cannot be unpickled here "
+            f"({type(error).__name__}: {error}); return plain data",
+            worker=name,
+        ) from error
 
 
 @contextlib.contextmanager

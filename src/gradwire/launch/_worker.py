@@ -62,9 +62,13 @@ def _record(error: Exception) -> bool:
         return False
     error = error.with_traceback(_of_the_program(error.__traceback__))
     trace = "".join(traceback.format_exception(error))
+    try:
+        text = str(error)
+    except Exception:
+        text = "its text cannot be made"
     report: dict[str, Any] = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{type(error).__name__}: {text}",
             "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))},
         },
         "at": time.monotonic(),
@@ -75,14 +79,16 @@ def _record(error: Exception) -> bool:
 
 
 def _of_the_program(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without our own frames and those of runpy."""
+    """The traceback without our own frames and those of runpy.
+
+    Of a program that cannot be compiled nothing is left, and its error says where it is.
+    """
     ours = (__file__, _program.__file__)
-    rest = trace
-    while rest is not None:
-        name = rest.tb_frame.f_code.co_filename
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
         if name not in ours and "runpy" not in name:
-            return rest
-        rest = rest.tb_next
+            break
+        trace = trace.tb_next
     return trace
 
 

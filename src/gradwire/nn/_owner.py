@@ -19,8 +19,8 @@ from gradwire.nn._access import (
     module_to_call,
     module_to_manage,
 )
-from gradwire.rpc import RRef
-from gradwire.rpc.extension import current_agent, for_agents, serving_peer
+from gradwire.rpc import Future, RRef
+from gradwire.rpc.extension import current_agent, for_agents, serving_peer, shown_as
 from gradwire.wire import move
 
 __all__ = [
@@ -50,6 +50,10 @@ class StandIn:
     @abstractmethod
     def remote_named_parameters(self, recurse: bool = True) -> dict[str, ParameterRef]:
         """References to them, by name."""
+
+    @abstractmethod
+    def _find_dtypes(self) -> set[torch.dtype]:
+        """The dtypes of all that the real module is made of."""
 
 
 class Kind(enum.IntEnum):
@@ -98,6 +102,7 @@ def create_module(
 
 
 @for_agents
+@shown_as(lambda _: "a remote module")
 def call_on_device(
     rref: RRef[nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -107,6 +112,7 @@ def call_on_device(
 
 
 @for_agents
+@shown_as(lambda args: f"the method {args[2]!r} of a remote module")
 def call_method(
     rref: RRef[nn.Module],
     device: str,
@@ -119,6 +125,8 @@ def call_method(
     if device != "cpu":
         args, kwargs = move((args, kwargs), device)
     result = method_of(rref, name)(*args, **kwargs)
+    if isinstance(result, torch.futures.Future) and not isinstance(result, Future):
+        result = _make_awaitable(result)
     if inspect.isawaitable(result):
         return _answer_later(module, device, result)
     return _answer(module, device, result)
@@ -137,6 +145,22 @@ def get_attribute(rref: RRef[nn.Module], device: str, name: str) -> Answer:
 def set_attribute(rref: RRef[nn.Module], name: str, value: Any) -> None:
     """Sets an attribute."""
     setattr(check_writable(rref, name), name, value)
+
+
+def _make_awaitable(future: torch.futures.Future[Any]) -> Future[Any]:
+    """One of ours for one of torch's."""
+    ours: Future[Any] = Future()
+
+    def finish(done: torch.futures.Future[Any]) -> None:
+        try:
+            value = done.value()
+        except Exception as error:
+            ours.set_exception(error)
+        else:
+            ours.set_result(value)
+
+    future.add_done_callback(finish)
+    return ours
 
 
 async def _answer_later(
@@ -184,8 +208,13 @@ def refer_to_parameters(module: nn.Module, recurse: bool) -> dict[str, Parameter
 
 @for_agents
 def find_dtypes(rref: RRef[nn.Module]) -> set[torch.dtype]:
-    """The dtypes of all that the module is made of."""
-    return {tensor.dtype for tensor in _tensors(module_to_manage(rref))}
+    """The dtypes of all that the module is made of, parts on other workers included."""
+    module = module_to_manage(rref)
+    found = {tensor.dtype for tensor in _tensors(module)}
+    for part in module.modules():
+        if isinstance(part, StandIn):
+            found |= part._find_dtypes()
+    return found
 
 
 @for_agents

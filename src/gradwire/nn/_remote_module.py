@@ -255,11 +255,14 @@ class RemoteModule(StandIn, nn.Module):
         ``fn`` cannot be sent. What it does to dtypes is found with empty tensors; the
         device stays, as it was chosen for this module and for that worker.
         """
-        dtypes: set[torch.dtype] = self._ask(owner.find_dtypes)
+        dtypes = self._find_dtypes()
         changes = {dtype: fn(torch.empty(0, dtype=dtype)).dtype for dtype in dtypes}
         if any(before != after for before, after in changes.items()):
             self._ask(owner.change_dtypes, changes)
         return self
+
+    def _find_dtypes(self) -> set[torch.dtype]:
+        return self._ask(owner.find_dtypes)
 
     # --------------------------------------------------------------------------- state
 
@@ -267,7 +270,9 @@ class RemoteModule(StandIn, nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         """Called by `state_dict`, that of this module or of one that it is part of."""
-        values, metadata = self._ask(owner.read_state, keep_vars)
+        # What is detached, or not there yet in a lazy module, has no history to send.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_vars):
+            values, metadata = self._ask(owner.read_state, keep_vars)
         for name, value in values.items():
             destination[prefix + name] = value
         entries = getattr(destination, "_metadata", None)

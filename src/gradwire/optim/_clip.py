@@ -28,8 +28,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients down so that the norm of all of them is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, to the last bit, for parameters of any
-    workers: the norms of single gradients are fetched, and the factor is sent.
+    As ``torch.nn.utils.clip_grad_norm_``, for parameters of any workers: the norms of
+    single gradients are fetched, and the factor is sent. To the last bit, if all
+    gradients have one dtype; torch adds up those of each dtype together.
 
     Args:
         context_id: The context whose gradients are meant; None: ``.grad``.

@@ -43,6 +43,11 @@ class Keeper:
         if len(content.state) > self._num_checked:
             check_readable(data, content.optimizer)
             self._num_checked = len(content.state)
+        else:
+            # Hyperparameters are small, and may become anything: a scheduler that counts
+            # with numpy makes numbers of numpy of them.
+            options = content._replace(parameters=[], state={})
+            check_readable(pack(options), content.optimizer)
         self._place.save(mark, data, kept)
 
     def restore(self, mark: Mark) -> None:

@@ -16,11 +16,9 @@ A step gives them the gradients of its context and takes them back afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +29,14 @@ from gradwire.optim._closures import Evaluations
 from gradwire.optim._gradients import drop_gradients, find_gradients
 from gradwire.optim._keeping import Keeper
 from gradwire.optim._known import find_optimizer
-from gradwire.optim._locks import Held, find_locks, hold, try_hold
+from gradwire.optim._locks import (
+    Held,
+    find_locks,
+    hold,
+    hold_or_borrow,
+    lend,
+    try_hold,
+)
 from gradwire.optim._places import Place
 from gradwire.optim._protocol import Mark, OwnerRecord
 from gradwire.optim._references import values_of
@@ -150,8 +155,6 @@ class LocalOptimizer:
             given = stand_ins[0]
         self._optimizer = optimizer_class(given, *args, **kwargs)
         self._locks = find_locks(values)
-        # Set by a step while it waits for the trainer, whose closure may call back.
-        self._is_evaluating = False
         # Guards what is below; handlers, which may come in another order than they were
         # asked for if the trainer was interrupted.
         self._transaction_lock = threading.Lock()
@@ -280,9 +283,14 @@ class LocalOptimizer:
         with hold(self._locks):
             trial = self._try_step(mark, context_id, changes, saving)
             with self._transaction_lock:
-                self._record.prepare(mark)
-                self._record.commit(mark)
-            trial.show()
+                is_wanted = self._record.may_prepare(mark)
+                if is_wanted:
+                    self._record.prepare(mark)
+                    self._record.commit(mark)
+            if is_wanted:
+                trial.show()
+            else:  # the trainer was interrupted, and has given up meanwhile
+                trial.undo()
 
     def _try_step(
         self,
@@ -362,11 +370,8 @@ class LocalOptimizer:
 
         def closure() -> Any:
             self._versions.end()
-            self._is_evaluating = True
-            try:
+            with lend(self._locks):
                 losses.append(evaluations.rpc_sync(timeout=0).request())
-            finally:
-                self._is_evaluating = False
             self._versions.begin(self._take_gradients(context_id))
             return losses[-1]
 
@@ -402,7 +407,7 @@ class LocalOptimizer:
         if context_id is not None:
             drop_gradients(context_id, self.parameters)
             return
-        with self._exclusively():
+        with hold_or_borrow(self._locks):
             for parameter in self.parameters:
                 if set_to_none:
                     parameter.grad = None
@@ -413,24 +418,19 @@ class LocalOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the optimizer's state dictionary."""
-        with self._exclusively():
+        with hold_or_borrow(self._locks):
             state: dict[str, Any] = copy.deepcopy(self._optimizer.state_dict())
         return {key: move(value, "cpu") for key, value in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Takes a state dictionary over; returns hyperparameters."""
-        with self._exclusively():
+        with hold_or_borrow(self._locks):
             self._optimizer.load_state_dict(state_dict)
             return self.hyperparameters()
 
     def _apply(self, changes: Changes) -> None:
         for number, values in changes.items():
             self._optimizer.param_groups[number].update(values)
-
-    def _exclusively(self) -> AbstractContextManager[None]:
-        # While the closure of our own step is evaluated, that step holds the locks, and
-        # the closure may call this. Not for steps: they would come in between.
-        return contextlib.nullcontext() if self._is_evaluating else hold(self._locks)
 
 
 def _is_one(one: Tensor, other: Tensor) -> bool:
@@ -468,7 +468,7 @@ def _refuse_twins(parameters: Sequence[Tensor]) -> None:
         if id(parameter) in seen:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} on worker "
-                f"{get_worker_info().name!r} was given twice, by different references; "
-                "each may be given once"
+                f"{get_worker_info().name!r} was given twice; each may be given "
+                "once, by one reference"
             )
         seen.add(id(parameter))

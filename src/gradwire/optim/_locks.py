@@ -18,16 +18,25 @@ that has a lock is not used again for another while the lock is needed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-__all__ = ["GroupLock", "Held", "find_locks", "hold", "try_hold"]
+__all__ = [
+    "GroupLock",
+    "Held",
+    "find_locks",
+    "hold",
+    "hold_or_borrow",
+    "lend",
+    "try_hold",
+]
 
 _LOOK_S = 0.005
 _PATIENCE_S = 1.0
@@ -36,7 +45,7 @@ _PATIENCE_S = 1.0
 class GroupLock:
     """A lock with a place in the order in which locks are taken."""
 
-    __slots__ = ("__weakref__", "holder", "lock", "num_uses", "number")
+    __slots__ = ("__weakref__", "holder", "is_lent", "lock", "num_uses", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,6 +54,8 @@ class GroupLock:
         # added groups later has several optimizers on one owner.
         self.holder: int | None = None
         self.num_uses = 0
+        # The step that has it waits for the closure of its trainer.
+        self.is_lent = False
 
 
 class Held:
@@ -134,6 +145,30 @@ class _Holding(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         for lock in self._locks:
             lock.lock.release()
+
+
+@contextlib.contextmanager
+def lend(locks: Sequence[GroupLock]) -> Iterator[None]:
+    """Around the evaluation of a closure, by the step that has the locks."""
+    for lock in locks:
+        lock.is_lent = True
+    try:
+        yield
+    finally:
+        for lock in locks:
+            lock.is_lent = False
+
+
+@contextlib.contextmanager
+def hold_or_borrow(locks: Sequence[GroupLock]) -> Iterator[None]:
+    """As `hold`, but does not wait for those that are lent: a closure may call this."""
+    with contextlib.ExitStack() as taken:
+        for lock in locks:
+            while not lock.is_lent:
+                if lock.lock.acquire(timeout=_LOOK_S):
+                    taken.callback(lock.lock.release)
+                    break
+        yield
 
 
 def try_hold(

@@ -334,6 +334,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: Its groups are of other sizes.
         """
         parts = iter(scatter(self._shares, state_dict, self._sizes()))
+        self._sent = {}  # should one owner fail, the others get ours again
         answers = self._ask(lambda _, proxy: proxy.load_state_dict(next(parts)))
         self._take_hyperparameters(answers)
         if self._snapshots is not None:
@@ -394,12 +395,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         lost = {self._shares[n].owner for n, look in enumerate(looks) if look is None}
         if plan is None:
-            names = ", ".join(repr(name) for name in sorted(lost))
+            # Or an interrupt came too late to take a step back.
+            ahead = {
+                share.owner
+                for share, look in zip(self._shares, looks, strict=True)
+                if look is not None and look.mark != ledger.committed
+            }
+            owners = sorted(lost or ahead)
             raise NotRepeatable(
-                f"worker {names} was lost with its parameters, and there are no snapshots "
-                "of them: begin again from a saved state, and see "
-                "DistributedOptimizer(snapshots=...)",
-                worker=min(lost, default=None),
+                f"worker {', '.join(map(repr, owners))} "
+                + ("was lost with its parameters" if lost else "has made another step")
+                + ", and there are no snapshots to go back to: begin again from a saved "
+                "state, and see DistributedOptimizer(snapshots=...)",
+                worker=owners[0],
             )
         # A step must not find new ones before they are restored.
         shares = list(self._shares)
@@ -541,6 +549,9 @@ def _is_same(value: Any, sent: Any) -> bool:
         return True
     if type(value) is not type(sent):
         return False
-    if isinstance(value, Tensor):
-        return torch.equal(value, sent)
-    return bool(value == sent)
+    try:
+        if isinstance(value, Tensor):
+            return torch.equal(value, sent)
+        return bool(value == sent)
+    except (RuntimeError, ValueError):
+        return False  # arrays, or tensors in a container: they are just sent again

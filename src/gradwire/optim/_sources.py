@@ -63,14 +63,18 @@ def refer_to(
 ) -> list[RRef[Tensor]]:
     """On the owner: calls the function, and refers to what it returns."""
     found = find(*args, **kwargs)
-    parameters = list(found.parameters() if isinstance(found, nn.Module) else found)
+    text = (
+        f"{getattr(find, '__qualname__', find)!s} on worker {get_worker_info().name!r} "
+        "must return a module or parameters, found "
+    )
+    if isinstance(found, nn.Module):
+        found = found.parameters()
+    elif isinstance(found, Tensor) or not isinstance(found, Iterable):
+        raise TypeError(f"{text}{type(found).__name__}")
+    parameters = list(found)
     for value in parameters:
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{getattr(find, '__qualname__', find)!s} on worker "
-                f"{get_worker_info().name!r} must return a module or parameters, found "
-                f"{type(value).__name__} among them"
-            )
+            raise TypeError(f"{text}{type(value).__name__} among them")
     return [RRef(parameter) for parameter in parameters]
 
 
@@ -104,6 +108,11 @@ def expand(given: Any, group: int) -> tuple[list[RRef[Tensor]], list[Span]]:
         given: A reference, a `ParametersOf`, or several.
         group: Number of the group.
     """
+    if isinstance(given, (set, frozenset)):
+        raise TypeError(
+            "the parameters of a group must have an order, as their numbers in the state "
+            f"depend on it; pass a list, found {type(given).__name__}"
+        )
     entries: Sequence[Any] = (
         [given] if isinstance(given, (RRef, ParametersOf)) else list(given)
     )

@@ -12,7 +12,7 @@ from gradwire.autograd.extension import Attempt, add_note, outside_context
 from gradwire.errors import NotRepeatable, PeerLostError
 from gradwire.optim._gradients import Source
 from gradwire.optim._local import Changes, Saving
-from gradwire.optim._owners import ask_all, collect, combine, raise_failures
+from gradwire.optim._owners import collect, combine, raise_failures
 from gradwire.optim._protocol import Decision, Ledger, Mark, Vote
 from gradwire.optim._shares import Share, calls_to
 from gradwire.rpc import Future
@@ -78,7 +78,12 @@ class Transactions:
             )
             return future
 
-        ask_all(calls_to(shares, call))
+        try:
+            _, failures = collect(calls_to(shares, call))
+        except BaseException:  # an interrupt
+            _start(shares, lambda local: local.abort(tuple(mark)))
+            raise
+        raise_failures(failures)
         self._decide(mark, source.attempt)
 
     def _try(

@@ -15,7 +15,7 @@ from gradwire.errors import ConnectError, NotInitialized, UsageError
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._exports import for_agents
-from gradwire.rpc._future import Eventually, Future
+from gradwire.rpc._future import FOREVER_S, Eventually, Future
 from gradwire.rpc._membership import Subscription
 from gradwire.rpc._open_group import MAX_SIZE, OpenGroup, claim_rank
 from gradwire.rpc._records import WorkerRecord
@@ -262,8 +262,10 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     session = _session
     if session is None:
         raise NotInitialized("RPC has not been initialized. Call init_rpc() first.")
-    if not isinstance(timeout, (int, float)) or timeout < 0:
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
         raise ValueError(f"timeout must be at least 0 seconds, found {timeout!r}")
+    if timeout >= FOREVER_S:
+        timeout = 0
     if graceful and serving_agent.get() is session.agent:
         raise UsageError(
             f"a handler of worker {session.agent.info.name!r}, or what it has started, "

@@ -45,6 +45,7 @@ from gradwire.rpc._serving import (
     WITH_KEYWORDS,
 )
 from gradwire.rpc._signals import interruptible, may_be_of_a_signal, shielded
+from gradwire.rpc._targets import labels
 from gradwire.rpc._turn import current_turn
 from gradwire.rpc._waiting import Waiting
 from gradwire.transport import Frame
@@ -125,7 +126,11 @@ class Caller:
             if not is_done:
                 raise _timed_out(call, self._network.find(to))
             if call.error is not None:
-                raise call.error
+                failure, call.error = call.error, None
+                try:
+                    raise failure
+                finally:
+                    del failure  # see `Outcome.result`
         except LOST as error:
             if not may_be_sent_again(function, error):
                 raise
@@ -155,7 +160,7 @@ class Caller:
             return self._call_async(name, function, args, kwargs, timeout)
 
         deadline = self.deadline(timeout)
-        Resending(self._comebacks, send, name, args, kwargs, deadline, future).attempt(
+        Resending(self._comebacks, send, name, args, kwargs, deadline, future).begin(
             timeout
         )
         return future
@@ -164,7 +169,7 @@ class Caller:
         self,
         to: object,
         function: Callable[..., Any] | str,
-        args: tuple[Any, ...],
+        args: tuple[Any, ...] | None,
         kwargs: dict[str, Any] | None,
         timeout: float,
         making: object,
@@ -239,11 +244,13 @@ class Caller:
         else:
             style, value = POSITIONAL, args
         message = Call(next(self._ids), deadline, target, style)
-        label = target or repr(function)
+        name = label = target or repr(function)
+        if name in labels:
+            label = labels[name](args)
         notes: dict[str, Note] = {}
         call: PendingCall | None = None
         try:
-            outgoing = self._encode_call(message, value, peer, label, notes, making)
+            outgoing = self._encode_call(message, value, peer, name, notes, making)
             cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
             self._take_credit(peer, cost, deadline, label)
             call = PendingCall(
@@ -257,7 +264,7 @@ class Caller:
             )
             if is_async:
                 call.future = Future(outcome=call, executor=self._run_callback)
-            if not label.startswith(INTERNAL_PREFIX):
+            if not name.startswith(INTERNAL_PREFIX):
                 self.num_started += 1
             self._send_call(link, peer, call, outgoing)
         except BaseException:

@@ -115,7 +115,12 @@ class Outcome:
     def result(self) -> Any:
         """The value, or raises the error."""
         if self.error is not None:
-            raise self.error
+            try:
+                raise self.error
+            finally:
+                # With its traceback the error keeps this frame, and by it all frames of
+                # those who wait, until the collector comes.
+                del self
         return self.value
 
 
@@ -182,7 +187,10 @@ class Future(torch.futures.Future[T], Generic[T]):
                     f"{what} had no result after {timeout} s; it can be waited for again",
                     worker=worker,
                 )
-        return cast(T, self._outcome.result())
+        try:
+            return cast(T, self._outcome.result())
+        finally:
+            del self  # see there
 
     def value(self) -> T:
         """The value of a future that is done; raises its error."""
@@ -190,7 +198,10 @@ class Future(torch.futures.Future[T], Generic[T]):
             raise UsageError(
                 "value() was called on a future that is not done; use wait()"
             )
-        return cast(T, self._outcome.result())
+        try:
+            return cast(T, self._outcome.result())
+        finally:
+            del self  # see there
 
     def set_result(self, result: T) -> None:
         """Completes the future with a value."""
@@ -276,7 +287,10 @@ class Future(torch.futures.Future[T], Generic[T]):
 
             if self._outcome.add_callback(notify):
                 yield from arrived
-        return cast(T, self._outcome.result())
+        try:
+            return cast(T, self._outcome.result())
+        finally:
+            del self  # see there
 
     def __reduce__(self) -> Any:
         raise TypeError(

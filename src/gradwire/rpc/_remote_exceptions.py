@@ -19,6 +19,7 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable
+from types import MemberDescriptorType
 from typing import Any
 
 from gradwire import errors
@@ -49,6 +50,9 @@ def describe(
     if isinstance(error, RemoteError) and error.worker is not None:
         # It only passes through here.
         worker, name = error.worker, error.remote_type or name
+    elif vars(error).keys() >= _FACTS:
+        # So does this one, whose class cannot be combined with ours.
+        worker = str(vars(error)["worker"])
     if is_safe:
         return worker, name, _text_of(error), "", BY_NAME
     trace = "".join(traceback.format_exception(error))
@@ -113,10 +117,10 @@ def _text_of(error: BaseException) -> str:
 
 
 # An exception travels as (class, arguments, state), as long as that is what its own
-# `__reduce__` says. Its `__init__` is not called again: the arguments that an exception
-# keeps are mostly not those that it was made with. Exceptions that reduce to something
-# else are pickled as they wish. One that only passes through travels as it came; if it has
-# notes, as a pair of these bytes and the notes.
+# `__reduce__` says. Its `__init__` is not called again, unless that `__reduce__` is the
+# class's own: the arguments that an exception keeps are mostly not those that it was made
+# with. Exceptions that reduce to something else are pickled as they wish. One that only
+# passes through travels as it came; if it has notes, as a pair of these bytes and the notes.
 
 
 def _pickled(error: BaseException) -> bytes | None:
@@ -129,7 +133,10 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         reduced = error.__reduce_ex__(2)
         if isinstance(reduced, tuple) and reduced[0] is type(error):
-            data = pickle.dumps((type(error), *reduced[1:3]), protocol=5)
+            facts = reduced[:3]
+            if not _has_own_reduce(type(error)) and (slots := _slots_of(error)):
+                facts = (*facts[:2], error.__dict__ | slots)
+            data = pickle.dumps(facts, protocol=5)
         else:
             data = pickle.dumps(error, protocol=5)
         _revive(data)  # only what also comes back is worth sending
@@ -199,14 +206,38 @@ def _find_known() -> dict[str, Any]:
 
 def _construct(cls: Any, args: tuple[Any, ...], state: list[Any]) -> Any:
     error = cls.__new__(cls, *args)
-    # The builtin class below sets what it keeps beside ``args``, such as an errno.
-    builtin = next(c for c in cls.__mro__ if not c.__flags__ & _HEAP_TYPE)
-    builtin.__init__(error, *args)
+    original: Any = _original_type(cls)
+    if _has_own_reduce(original):
+        original.__init__(error, *args)
+    else:
+        # The builtin class below sets what it keeps beside ``args``, such as an errno.
+        builtin = next(c for c in cls.__mro__ if not c.__flags__ & _HEAP_TYPE)
+        builtin.__init__(error, *args)
     if state and state[0] is not None:
         error.__setstate__(state[0])
     return error
 
 
+def _has_own_reduce(cls: type[BaseException]) -> bool:
+    return any(
+        c.__flags__ & _HEAP_TYPE
+        and ("__reduce__" in c.__dict__ or "__reduce_ex__" in c.__dict__)
+        for c in cls.__mro__
+    )
+
+
+def _slots_of(error: BaseException) -> dict[str, Any]:
+    """What an exception keeps in ``__slots__``, which are no part of its state."""
+    return {
+        name: getattr(error, name)
+        for cls in type(error).__mro__
+        if cls.__flags__ & _HEAP_TYPE
+        for name, member in cls.__dict__.items()
+        if isinstance(member, MemberDescriptorType) and hasattr(error, name)
+    }
+
+
+_FACTS = {"worker", "remote_type", "remote_traceback"}
 _CARRIED = "_gradwire_carried"  # the bytes that an exception came from
 _HEAP_TYPE = 1 << 9  # flag of classes that were made by Python code
 

@@ -95,23 +95,27 @@ class Resending:
         self._comebacks = comebacks
         self._send = send
         self._to = to
-        self._args, self._kwargs = _same_for_ever((args, kwargs))
-        self._versions = [(t, _version_of(t)) for t in _tensors_in((args, kwargs))]
+        self._args, self._kwargs = _same_for_ever((args, kwargs), {})
+        self._versions = [(t, _version_of(t)) for t in _tensors_in((args, kwargs), {})]
         self._context = contextvars.copy_context()
         self._is_grad_enabled = torch.is_grad_enabled()
         self._deadline = deadline
         self._future = future
 
-    def attempt(self, timeout: float) -> None:
-        """Sends the call; what comes of it goes to the future."""
+    def begin(self, timeout: float) -> None:
+        """Sends the call, or raises; what comes of it goes to the future."""
         try:
             sent = self._send(self._args, self._kwargs, timeout)
         except LOST as error:
             self._try_again(error)
-        except Exception as error:
-            self._future.set_exception(error)
         else:
             sent.add_done_callback(self._on_done)
+
+    def _attempt(self, timeout: float) -> None:
+        try:
+            self.begin(timeout)
+        except Exception as error:
+            self._future.set_exception(error)
 
     def _on_done(self, sent: Future[Any]) -> None:
         try:
@@ -140,7 +144,7 @@ class Resending:
             with torch.set_grad_enabled(self._is_grad_enabled):
                 # A copy, for this may come while another attempt is about to end.
                 context = self._context.copy()
-                context.run(self.attempt, _timeout_until(self._deadline))
+                context.run(self._attempt, _timeout_until(self._deadline))
 
         self._comebacks.wait(self._to, limit, error, go_on)
 
@@ -217,24 +221,37 @@ class Comebacks:
         return next_limit
 
 
-def _same_for_ever(value: Any) -> Any:
-    """A copy of the containers of a value, which the program may change."""
+def _same_for_ever(value: Any, known: dict[int, Any]) -> Any:
+    """A copy of the containers of a value, which the program may change.
+
+    Args:
+        value: The value.
+        known: Copies by ids of containers: one may be there twice, or inside itself.
+    """
     kind = type(value)
-    if kind in (tuple, list):
-        return kind(map(_same_for_ever, value))
-    if kind is dict:
-        return {key: _same_for_ever(item) for key, item in value.items()}
-    return value
+    if kind not in (tuple, list, dict):
+        return value
+    key = id(value)
+    if key in known:
+        return known[key]
+    if kind is tuple:
+        copy: Any = tuple([_same_for_ever(item, known) for item in value])
+        return known.setdefault(key, copy)
+    known[key] = copy = kind()
+    if kind is list:
+        copy.extend([_same_for_ever(item, known) for item in value])
+    else:
+        copy.update({k: _same_for_ever(item, known) for k, item in value.items()})
+    return copy
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any, known: dict[int, Any]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, (tuple, list, dict)) and id(value) not in known:
+        known[id(value)] = value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, known)
 
 
 def _version_of(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast, overload
@@ -12,7 +13,13 @@ from torch import Tensor
 
 from gradwire._config import UNSET_TIMEOUT
 from gradwire._ids import WorkerInfo
-from gradwire.errors import CallTimeout, DecodeError, OwnerLost, UsageError
+from gradwire.errors import (
+    CallTimeout,
+    DecodeError,
+    OwnerLost,
+    UnknownContext,
+    UsageError,
+)
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
 from gradwire.rpc._calls import PendingCall
@@ -24,6 +31,7 @@ from gradwire.rpc._rref_parts import Handle, Owned, User
 from gradwire.rpc._rref_service import RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.rpc._signals import shielded
+from gradwire.rpc._targets import shown_as
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 
 _LOOK_S = 0.5
@@ -146,8 +154,11 @@ class RRef(Handle, Generic[T_co]):
         Args:
             dist_autograd_ctx_id: A context; -1: a plain backward there.
             retain_graph: As in torch.
+
+        Raises:
+            UnknownContext: There is no such context.
         """
-        context = int(dist_autograd_ctx_id)
+        context = _check_context(dist_autograd_ctx_id)
         ref = self._ref
         if isinstance(ref, Owned):
             _run_backward(context, self.local_value(), retain_graph)
@@ -314,14 +325,14 @@ def remote(
     """
     agent = current_agent()
     info = agent.network.find(to).info
-    return _create(_service_of(agent), info, func, tuple(args or ()), kwargs, timeout)
+    return _create(_service_of(agent), info, func, args, kwargs, timeout)
 
 
 def _create(
     service: RefService,
     owner: WorkerInfo,
     function: Callable[..., Any] | str,
-    args: tuple[Any, ...],
+    args: tuple[Any, ...] | None,
     kwargs: dict[str, Any] | None,
     timeout: float,
 ) -> RRef[Any]:
@@ -356,6 +367,7 @@ def _no_future(function: Callable[..., Any], result: object) -> UsageError:
 
 
 @for_agents
+@shown_as(lambda _: "to_here()")
 def fetch(*rref: int) -> Any:
     """The value of a reference, as soon as it is made."""
     outcome = _find(rref).outcome
@@ -372,6 +384,7 @@ def fetch(*rref: int) -> Any:
 
 
 @for_agents
+@shown_as(lambda args: f"the method {args[3]!r}")
 def invoke(
     created_on: int,
     incarnation: int,
@@ -387,6 +400,7 @@ def invoke(
 
 
 @for_agents
+@shown_as(lambda args: f"the method {args[1]!r}")
 def invoke_own(rref: RRef[Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     """As `invoke`, for a call to oneself."""
     return _invoke_on(rref.local_value(), name, args, kwargs)
@@ -407,6 +421,7 @@ def _invoke_on(
 
 
 @for_agents
+@shown_as(lambda _: "RRef.backward()")
 def run_backward(rref: tuple[int, ...], context: int, retain_graph: bool) -> None:
     """See `RRef.backward`."""
     _run_backward(context, _value_of(rref), retain_graph)
@@ -423,6 +438,17 @@ _in_context: list[Backward] = []
 def set_backward(backward: Backward) -> None:
     """For the layer that knows contexts: how to run a pass over one."""
     _in_context[:] = [backward]
+
+
+def _check_context(context: Any) -> int:
+    if type(context) is bool or not hasattr(context, "__index__"):
+        raise TypeError(
+            "dist_autograd_ctx_id must be a context or its id, an int; found "
+            f"{type(context).__name__}"
+        )
+    if (found := operator.index(context)) < -1:
+        raise UnknownContext(f"there is no context {found}")
+    return found
 
 
 def _run_backward(context: int, root: Any, retain_graph: bool) -> None:

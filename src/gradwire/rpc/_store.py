@@ -110,7 +110,9 @@ def open_store(
     rank = _find_number("rank", rank, url, query)
     world_size = _find_number("world_size", world_size, url, query)
     if not 1 <= world_size <= MAX_RANK:
-        raise UsageError(f"world_size must be at least 1, found {world_size}")
+        raise UsageError(
+            f"world_size must be between 1 and {MAX_RANK}, found {world_size}"
+        )
     if not 0 <= rank < world_size:
         raise UsageError(
             f"rank must be between 0 and world_size - 1 = {world_size - 1}, found {rank}"

@@ -4,14 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from gradwire.errors import DecodeError, EncodeError
 from gradwire.rpc._exports import Exports
 from gradwire.rpc._peer import Peer
 from gradwire.wire import name_of, resolve
 
-__all__ = ["AnyTargets", "ExportedTargets", "Targets"]
+__all__ = ["AnyTargets", "ExportedTargets", "Targets", "labels", "shown_as"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+labels: dict[str, Callable[[tuple[Any, ...]], str]] = {}
+"""By name of a function of gradwire itself: what its calls are for people."""
+
+
+def shown_as(label: Callable[[tuple[Any, ...]], str]) -> Callable[[F], F]:
+    """Has messages say what a call is about, instead of a name that no program has used.
+
+    Args:
+        label: Makes that of the arguments.
+    """
+
+    def decorate(function: F) -> F:
+        labels[f"{function.__module__}:{function.__name__}"] = label
+        return function
+
+    return decorate
 
 
 class Targets(ABC):

@@ -25,6 +25,7 @@ from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref import CUT_OUTSIDE_CONTEXT, made_by, set_backward
 from gradwire.rpc._signals import shielded
+from gradwire.rpc._targets import shown_as
 
 __all__ = [
     "CUT_OUTSIDE_CONTEXT",
@@ -51,4 +52,5 @@ __all__ = [
     "serving_peer",
     "set_backward",
     "shielded",
+    "shown_as",
 ]

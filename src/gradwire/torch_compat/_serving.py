@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from contextlib import AbstractContextManager
@@ -40,8 +41,11 @@ class _Watch(AbstractContextManager[None]):
     ) -> None:
         profiler.end_request(self._wanted)
         if isinstance(error, Exception):
-            text = "".join(traceback.format_exception(error))
-            print(f"On {current_agent().info}:\n{error!r}\n{text}", file=sys.stderr)
+            # A stream that takes nothing, or a text that cannot be made, must not
+            # become the error of the call.
+            with contextlib.suppress(Exception):
+                text = "".join(traceback.format_exception(error))
+                print(f"On {current_agent().info}:\n{error!r}\n{text}", file=sys.stderr)
 
 
 class _Handler(Scope):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -77,13 +77,14 @@ _collect_all = torch.futures.collect_all
 
 
 def collect_all(
-    futures: list[torch.futures.Future[Any]],
+    futures: Iterable[torch.futures.Future[Any]],
 ) -> TorchFuture[list[torch.futures.Future[Any]]]:
     """A future of all these futures, done when they are; an error of one is its own.
 
     Torch's own function knows our futures by what they have of torch's, and raises
     errors as they came.
     """
+    futures = list(futures)  # torch takes a generator, too
     collected: TorchFuture[list[torch.futures.Future[Any]]] = TorchFuture()
 
     def finish(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> None:
@@ -92,17 +93,18 @@ def collect_all(
         except BaseException as error:
             collected.set_exception(error.with_traceback(None))
         else:
-            collected.set_result(list(futures))
+            collected.set_result(futures)
 
     _collect_all(futures).add_done_callback(finish)
     return collected
 
 
-def wait_all(futures: Sequence[torch.futures.Future[Any]]) -> list[Any]:
+def wait_all(futures: Iterable[torch.futures.Future[Any]]) -> list[Any]:
     """Waits for all futures and returns their values; ends at the first error.
 
     Torch's own function sees an error of our futures only when all others are done.
     """
+    futures = list(futures)
     # One of ours: a handler that waits for it is known to wait.
     settled: Future[None] = Future()
     failed: list[torch.futures.Future[Any]] = []

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -92,6 +94,13 @@ def answer_later() -> torch.futures.Future[int]:
     return future
 
 
+def fail_without_stderr(error: Exception) -> NoReturn:
+    """Fails, and nobody can be told on the standard error."""
+    sys.stderr = io.StringIO()
+    sys.stderr.close()
+    raise error
+
+
 class Tagged(Exception):
     """One that no class can be derived from without more ado."""
 
@@ -105,6 +114,17 @@ class Unreadable:
 
 
 # ------------------------------------------------------------------------------- parts
+
+
+@on_first
+def futures_of_a_generator() -> None:
+    rpc = torch_rpc()
+
+    def start() -> Any:  # torch says that it takes lists only
+        return (rpc.rpc_async("worker1", max, (i, 1)) for i in range(3))
+
+    assert torch.futures.wait_all(start()) == [1, 1, 2]
+    assert [f.wait() for f in torch.futures.collect_all(start()).wait()] == [1, 1, 2]
 
 
 @on_first
@@ -131,6 +151,13 @@ def errors_of_calls() -> None:
         assert isinstance(missing, FileNotFoundError)
         assert missing.filename == "/no/such/file"
         assert "'/no/such/file'" in str(missing)
+
+
+@on_first
+def errors_that_cannot_be_shown() -> None:
+    rpc = torch_rpc()
+    error = raised_by(rpc.rpc_sync, "worker1", fail_without_stderr, (KeyError("k"),))
+    assert isinstance(error, KeyError), error
 
 
 @on_first
@@ -216,6 +243,16 @@ def values_in_a_profile() -> None:
     with torch.autograd.profiler_legacy.profile():
         assert rpc.remote("worker1", answer_later).to_here() == 7
         assert rpc.remote("worker1", max, (1, 2)).to_here() == 2
+
+
+@on_first
+def tables_of_a_profile() -> None:
+    rpc = torch_rpc()
+    with torch.autograd.profiler_legacy.profile(with_flops=True) as found:
+        rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
+    name = "rpc_sync#aten::add(worker0 -> worker1)"
+    assert [e.count for e in found.key_averages() if e.key == name] == [1]
+    assert "rpc_sync#" in found.table()
 
 
 @on_first

@@ -110,6 +110,16 @@ def test_errors_that_come_from_other_workers_are_runtime_errors(tmp_path):
 
 
 @pytest.mark.multiproc
+def test_error_arrives_though_the_worker_cannot_show_it(tmp_path):
+    play(drop_in_groups.errors_that_cannot_be_shown, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_futures_of_a_generator_are_awaited(tmp_path):
+    play(drop_in_groups.futures_of_a_generator, 2, tmp_path)
+
+
+@pytest.mark.multiproc
 def test_operator_that_is_called_wrongly_raises_a_runtime_error(tmp_path):
     play(drop_in_groups.errors_of_operators, 2, tmp_path)
 
@@ -137,6 +147,11 @@ def test_type_of_a_value_that_is_not_made_yet_keeps_no_other_waiting(tmp_path):
 @pytest.mark.multiproc
 def test_value_that_comes_later_is_itself_in_a_profile(tmp_path):
     play(drop_in_groups.values_in_a_profile, 2, tmp_path)
+
+
+@pytest.mark.multiproc
+def test_profile_with_calls_can_be_summed_up(tmp_path):
+    play(drop_in_groups.tables_of_a_profile, 2, tmp_path)
 
 
 @pytest.mark.multiproc

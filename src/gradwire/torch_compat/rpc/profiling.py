@@ -149,6 +149,8 @@ class _Range:
             "name": self._key,
             "trace_name": self._key,
             "thread": self._thread,
+            "stack": [],
+            "flops": 0,
             "is_async": True,
         }
         self.profile.add(_event((own, self._start_us, self.profile.now_us())))
