@@ -92,6 +92,9 @@ def _make_bare() -> list[Message]:
         passes.PassStart(1, 2, 0, 1, 1, False, True, [("cpu", "bfloat16")]),
         passes.Gradient(1, 2, 0, 1, 5, (True, False), True, -1, (0, 1)),
         passes.GradientAndStart(1, 2, 0, 1, 5, (True,), False, 3, None, 1, True, False),
+        passes.Gradients(
+            1, 2, 0, 1, [(5, (True,)), (6, ())], False, (1, True, False, None)
+        ),
         passes.PassDone(1, 2, 0, 1),
         passes.PassAbort(1, 2, 0, 1),
         passes.Dead(1, 2, 3),

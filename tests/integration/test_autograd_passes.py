@@ -640,9 +640,14 @@ def num_waiting_parts(expected: int) -> int:
 
 
 def fetch() -> Tensor:
-    """There it has no recv, and ships nothing."""
     fetched: Tensor = call("w1", handlers.get_parameter, "bias")
     return fetched
+
+
+def compute_there() -> Tensor:
+    """There it has no recv, and ships nothing."""
+    computed: Tensor = call("w1", handlers.get_own)
+    return computed
 
 
 def compute() -> Tensor:
@@ -651,7 +656,7 @@ def compute() -> Tensor:
 
 
 @pytest.mark.parametrize("num_calls", [1, 3])
-@pytest.mark.parametrize(("make", "num_waiting"), [(fetch, 0), (compute, 1)])
+@pytest.mark.parametrize(("make", "num_waiting"), [(compute_there, 0), (compute, 1)])
 @on_worker(0)
 def test_no_thread_waits_in_a_part_that_ships_nothing(make, num_waiting, num_calls):
     found: list[int] = []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.autograd._functions import (
     CHAIN_END,
+    apply_forget,
     apply_recv,
     apply_send,
     token_of,
@@ -38,13 +39,18 @@ __all__ = [
     "Mark",
     "Received",
     "Side",
+    "Unrecorded",
     "active_context",
     "current_handler",
+    "is_of_leaves",
     "leaving",
+    "make_nodes",
 ]
 
 Leaving: TypeAlias = list[tuple[Tensor, Any]]
 """Tensors of a message, each with the node that it had when the message was encoded."""
+Unrecorded: TypeAlias = tuple[SentMessage, Leaving]
+"""A message that has left, or is about to, and whose node is not made yet."""
 
 
 active_context: contextvars.ContextVar[ContextName | None] = contextvars.ContextVar(
@@ -95,6 +101,7 @@ class Received(msgspec.Struct, frozen=True, gc=False):
     peer: int
     number: int
     node: weakref.ref[Any]
+    may_wait: bool
 
 
 def leaving(tensors: Iterable[Tensor]) -> Leaving:
@@ -138,8 +145,10 @@ class Side:
         self.lock = threading.Lock()
         self.state = ContextState(exchange.me, exchange.describe)
         self._tail: list[Tensor] = [CHAIN_END]
-        # Messages that have left, or are about to, and whose nodes are not made yet.
-        self._unrecorded: list[tuple[SentMessage, Leaving]] = []
+        self._unrecorded: list[Unrecorded] = []
+        # Replies of nothing but leaves, as a parameter server gives them. Their gradients
+        # are what will come for them, so they get nodes only if the engine must run.
+        self._of_leaves: list[Unrecorded] = []
         self.num_sends = 0
         self.num_requests = 0  # that arrived
         self.recvs: list[Received] = []
@@ -170,13 +179,14 @@ class Side:
         with self.lock:
             self.state.meet(peer)
             event = self.state.record_send(peer)
+            is_reply = reply_to is not None
             urgency = (
                 urgency_of_request(event)
                 if reply_to is None
                 else urgency_of_reply(reply_to)
             )
             message = SentMessage(
-                self._exchange, self, event, peer, len(tensors), urgency
+                self._exchange, self, event, peer, len(tensors), urgency, is_reply
             )
             self._unrecorded.append((message, tensors))
             self.num_sends += 1
@@ -191,13 +201,15 @@ class Side:
         if self._unrecorded:
             unrecorded, self._unrecorded = self._unrecorded, []
             for message, leaving in unrecorded:
-                tensors = [tensor for tensor, node in leaving if tensor.grad_fn is node]
-                if len(tensors) < len(leaving):
-                    # Changed in place by another thread: what left cannot be reached
-                    # any more. A gradient for it must not go to what is there now.
-                    message.is_changed = True
-                    tensors = [CHAIN_END] * len(leaving)
-                self._tail.append(record(_send, message, tensors))
+                if message.is_reply and not self.recvs and is_of_leaves(leaving):
+                    self._of_leaves.append((message, leaving))
+                else:
+                    self._tail.append(record(_make_node, message, leaving))
+
+    def _make_sends_of_leaves(self) -> None:
+        if self._of_leaves:
+            of_leaves, self._of_leaves = self._of_leaves, []
+            self._tail += make_nodes(of_leaves)
 
     def join(
         self, peer: int, after: tuple[int, int] | None, consumed: int = -1
@@ -218,6 +230,7 @@ class Side:
         is_request: bool = False,
         made_in: TaskWatch | None = None,
         function: str = "",
+        may_wait: bool = False,
     ) -> list[TellNone]:
         """A message arrived: gives its tensors their history. Returns what to answer."""
         with self.lock:
@@ -235,17 +248,19 @@ class Side:
                 made_in,
                 is_stale,
                 function,
+                may_wait,
             )
             tail = self._live_tail()
             *_, token = record(apply_recv, message, tensors, self.holds_weakly, *tail)
             node = weakref.ref(token.grad_fn)
             self._tail = [CHAIN_END] if self.holds_weakly else [token]
-            self.recvs.append(Received(peer, number, node))
+            self.recvs.append(Received(peer, number, node, may_wait))
             return answers
 
     def _live_tail(self) -> list[Tensor]:
         """The tail, and the recvs that it does not hold because only the program may."""
         self._make_sends()
+        self._make_sends_of_leaves()
         if not self.holds_weakly:
             return self._tail
         tokens = [token_of(node) for node in self.live_recvs()]
@@ -270,7 +285,17 @@ class Side:
         """The tokens that a pass would begin with; the caller holds the lock."""
         return [token for token in self._live_tail() if token is not CHAIN_END]
 
-    def unanswered(self, tail: list[Tensor]) -> set[int]:
+    def peek_leaves(self) -> list[Unrecorded] | None:
+        """All that a pass would begin with, if that is replies of nothing but leaves.
+
+        The caller holds the lock.
+        """
+        self._make_sends()
+        if self.recvs or len(self._tail) > 1 or self._tail[0] is not CHAIN_END:
+            return None
+        return self._of_leaves
+
+    def unanswered(self, tail: list[Tensor], of_leaves: list[Unrecorded]) -> set[int]:
         """The sends whose answers a part that ships nothing should wait for.
 
         None if there are recvs: others wait for what it ships, so it begins at once. The
@@ -279,6 +304,7 @@ class Side:
         if self.recvs:
             return set()
         events = [token.grad_fn.message.event for token in tail]  # type: ignore[union-attr]
+        events += [message.event for message, _ in of_leaves]
         return {event for event in events if not self.state.is_answered(event)}
 
     def take_chain(self, retain: bool) -> list[Received]:
@@ -288,6 +314,7 @@ class Side:
         self._make_sends()
         recvs = self.recvs
         self._tail, self.recvs, self.num_sends = [CHAIN_END], [], 0
+        self._of_leaves = []
         return recvs
 
     def shed_sends(self) -> None:
@@ -307,17 +334,40 @@ class Side:
         """Drops all that keeps graphs alive."""
         with self.lock:
             # Taken out first: what dies with a graph may run any code.
-            doomed = self._tail, self._unrecorded, self.recvs, self.gradients
-            self._tail, self._unrecorded = [CHAIN_END], []
+            doomed = (
+                *(self._tail, self._unrecorded, self._of_leaves),
+                *(self.recvs, self.gradients),
+            )
+            self._tail, self._unrecorded, self._of_leaves = [CHAIN_END], [], []
             self.recvs, self.gradients = [], {}
             self.calls.clear()
         del doomed
 
 
+def is_of_leaves(leaving: Leaving) -> bool:
+    """Whether the tensors of a message have no history but themselves."""
+    return all([node is None for _, node in leaving])
+
+
+def make_nodes(unrecorded: list[Unrecorded]) -> list[Tensor]:
+    """Makes the nodes of messages that have left; returns their tokens."""
+    return [record(_make_node, message, leaving) for message, leaving in unrecorded]
+
+
 _alias = torch.ops.aten.alias.default
 
 
-def _send(message: SentMessage, tensors: list[Tensor]) -> Tensor:
+def _make_node(message: SentMessage, leaving: Leaving) -> Tensor:
+    tensors = [
+        tensor if tensor.requires_grad else apply_forget(tensor, CHAIN_END)
+        for tensor, node in leaving
+        if tensor.grad_fn is node
+    ]
+    if len(tensors) < len(leaving):
+        # Changed in place by now: what left cannot be reached any more. A gradient for
+        # it must not go to what is there now.
+        message.is_changed = True
+        tensors = [CHAIN_END] * len(leaving)
     # Torch finds the accumulator of a leaf under a lock for which another thread may
     # hold up the interpreter: an operation of torch's own lets go of that, our node
     # does not. So no leaf goes to the node directly.

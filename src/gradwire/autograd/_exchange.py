@@ -12,18 +12,27 @@ import contextvars
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast
-from gradwire.autograd._context import ContextName, Side, active_context, leaving
+from gradwire.autograd._context import (
+    ContextName,
+    Side,
+    Unrecorded,
+    active_context,
+    leaving,
+    make_nodes,
+)
 from gradwire.autograd._engine import Destination, accumulate, run_backward
+from gradwire.autograd._leaves import gradients_of_leaves
 from gradwire.autograd._messages import (
     Dead,
     Gradient,
     GradientAndStart,
+    Gradients,
     PassAbort,
     PassDone,
     PassStart,
@@ -67,6 +76,7 @@ from gradwire.rpc.extension import (
 )
 from gradwire.transport import Frame
 from gradwire.wire import (
+    NO_VALUE,
     decode_value,
     tracked_tensors,
 )
@@ -120,8 +130,9 @@ class Exchange:
             return []
         if not roots:
             run.thread = threading.get_ident()
+        run.holds = not run.create_graph
         try:
-            return run_backward(
+            gradients = run_backward(
                 roots,
                 seeds,
                 tail,
@@ -132,6 +143,8 @@ class Exchange:
                 create_graph=run.create_graph,
                 inputs=inputs,
             )
+            self.telling.held(run)
+            return gradients
         except RuntimeError as error:
             text = str(error)
             if text.startswith(_TORCH_CONSUMED):
@@ -253,12 +266,15 @@ class Exchange:
             run: Run | None = None
             part: Part | None = None
             if pass_ is not None:
-                tail = side.peek_tail()
-                awaited = side.unanswered(tail)
+                of_leaves = side.peek_leaves() if _may_skip_engine(kind) else None
+                tail = side.peek_tail() if of_leaves is None else []
+                awaited = side.unanswered(tail, of_leaves or [])
                 run = self.begin(side, pass_)
                 run.autocast = message.autocast
                 context = contextvars.copy_context()
-                part = functools.partial(context.run, self._join, side, run, tail)
+                part = functools.partial(
+                    context.run, self._join, side, run, tail, of_leaves
+                )
                 if awaited:
                     run.part, run.awaited, part = part, awaited, None
         self.telling.perform(side, run, instructions)
@@ -274,7 +290,28 @@ class Exchange:
             return consumed(self, "a call")
         return ContextReleased(f"the context {name.key} has been released")
 
-    def _join(self, side: Side, run: Run, tail: list[Tensor]) -> None:
+    def _join(
+        self,
+        side: Side,
+        run: Run,
+        tail: list[Tensor],
+        of_leaves: list[Unrecorded] | None,
+    ) -> None:
+        """Runs our part of a pass.
+
+        Args:
+            side: The context.
+            run: The pass.
+            tail: What to begin with.
+            of_leaves: There is nothing else to begin with than these, which are answered.
+        """
+        if of_leaves is not None:
+            with side.lock:
+                gradients = gradients_of_leaves(side.state, of_leaves)
+            if gradients is not None:
+                self._finish_join(side, run, gradients)
+                return
+            tail = make_nodes(of_leaves)
         serving_agent.set(self.agent)
         if not side.is_implicit:
             active_context.set(side.name)
@@ -288,17 +325,30 @@ class Exchange:
             with apply_autocast(autocast) if autocast else _NO_AUTOCAST:
                 gradients = self.run_part(run, (), (), tail)
             tail.clear()
-            if run.failure is not None:
-                self.end_failed(side, run)
-                return
+        except BaseException as error:
+            self._fail_join(side, run, error)
+        else:
+            self._finish_join(side, run, gradients)
+
+    def _finish_join(
+        self, side: Side, run: Run, gradients: list[tuple[Any, Tensor | None]]
+    ) -> None:
+        """Our part of a pass has come to its end, unless it failed elsewhere."""
+        if run.failure is not None:
+            self.end_failed(side, run)
+            return
+        try:
             if run.destination is Destination.INTO_DICTIONARY:
                 self.keep(side, run, gradients)
         except BaseException as error:
-            self.fail(side, run, error)
-            self.end_failed(side, run)
-            error.with_traceback(None)  # it holds the frames of backward functions
+            self._fail_join(side, run, error)
         else:
             self.end_part(side, run)
+
+    def _fail_join(self, side: Side, run: Run, error: BaseException) -> None:
+        self.fail(side, run, error)
+        self.end_failed(side, run)
+        error.with_traceback(None)  # it holds the frames of backward functions
 
     def await_answer(self, side: Side, run: Run, event: int, peer: int) -> Any:
         """Waits for the gradients of a message; the engine's thread does."""
@@ -311,6 +361,7 @@ class Exchange:
             if answer is not WAIT:
                 return answer
             outcome = run.waiting[event] = Outcome()
+        self.telling.held(run)  # what we wait for may depend on it
         return self._wait(run, outcome, peer, "gradients")
 
     def ship(
@@ -343,9 +394,17 @@ class Exchange:
         if message.peer == self.me:
             self._ship_to_myself(side, run, message.number, answer)
             return
+        if (
+            message.may_wait
+            and run.holds
+            and run.hold(message.peer, message.number, answer)
+        ):
+            return
         is_start = TellStart(message.peer) in instructions
         if is_start:
             instructions.remove(TellStart(message.peer))
+        else:
+            self.telling.held(run)  # the peer may not know of the pass yet
         error = self.telling.gradients(
             run, message.peer, message.number, answer, is_start=is_start
         )
@@ -397,6 +456,47 @@ class Exchange:
         return self.on_answer(
             side, pass_id, message.message, answer, message.is_last, peer.info.id
         )
+
+    def on_gradients(self, peer: Peer, message: Gradients, frame: Frame) -> Part | None:
+        """Several answers; perhaps the pass begins, too."""
+        if self.unfinished:
+            self.finish_sends()  # it may be about one of them
+        side = self.registry.find(message)
+        part: Part | None = None
+        if side is not None:
+            for number, answer in self._read_answers(message, frame):
+                pass_id = PassId(message.starter, message.number)
+                is_last = message.is_last
+                part = part or self.on_answer(
+                    side, pass_id, number, answer, is_last, peer.info.id
+                )
+        frame.buffers.clear()
+        if message.start is None:
+            return part
+        start = PassStart(
+            *(message.key, message.incarnation, message.starter, message.number),
+            *message.start,
+        )
+        return self.on_start(peer, start, frame) or part
+
+    def _read_answers(
+        self, message: Gradients, frame: Frame
+    ) -> Iterator[tuple[int, Any]]:
+        values, _ = decode_value(
+            message, frame.head, frame.buffers, None, self.agent.serializer
+        )
+        if values is NO_VALUE:
+            values = ()
+        if type(values) is not tuple or len(values) != sum(
+            [sum(present) for _, present in message.answers]
+        ):
+            raise RemoteProtocolError("a message of several gradients is malformed")
+        first = 0
+        for number, present in message.answers:
+            gradients = values[first : first + sum(present)]
+            first += len(gradients)
+            answer = Answer(present, gradients, [], -1, None) if present else NONE
+            yield number, answer
 
     def on_answer(
         self,
@@ -587,6 +687,8 @@ class Exchange:
             is_here = run is not None and run.pass_.id == pass_id
             outcomes, part = self._break(run if is_here else None, error)
         del part  # and the graph with it, which may run any code
+        if run is not None and is_here:
+            self.telling.starts(run)
         self._after_end(side, run if is_here else None, instructions)
         for outcome in outcomes:
             outcome.finish(None, error)
@@ -624,7 +726,8 @@ class Exchange:
                 is_over = run is not None and side.run is not run
                 outcomes, part = self._break(run if is_over else None, error)
             del part  # as in `_fail`
-            if is_over:
+            if run is not None and is_over:
+                self.telling.starts(run)
                 self._after_end(side, run, instructions)
             for outcome in outcomes:
                 outcome.finish(None, error)
@@ -647,6 +750,16 @@ class Exchange:
         for side in self.registry.close():
             self.releases.end(side, error)
         self.leftovers.close()
+
+
+def _may_skip_engine(kind: PassKind) -> bool:
+    """Whether a pass leaves a worker alone that has sent nothing but leaves.
+
+    Into ``.grad`` there may be hooks, which are the engine's business, and a graph that is
+    retained, or made of the gradients, needs nodes.
+    """
+    is_kept = kind.destination == Destination.INTO_DICTIONARY
+    return is_kept and not kind.retain and not kind.create_graph
 
 
 def _check_goes_on(run: Run) -> None:

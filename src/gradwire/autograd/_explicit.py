@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.autograd._autocast import autocast_state
 from gradwire.autograd._context import active_context, current_handler
 from gradwire.autograd._engine import Destination
-from gradwire.autograd._passes import PassKind
+from gradwire.autograd._passes import PassKind, TellStart
 from gradwire.errors import BackwardTimeout
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def backward(
         run = exchange.begin(side, pass_)
         run.limit, run.autocast = limit, autocast_state()
     try:
-        exchange.telling.perform(side, run, instructions)
+        held = run.hold_starts()
+        told = [i for i in instructions if type(i) is not TellStart or i.to not in held]
+        exchange.telling.perform(side, run, told)
         gradients = exchange.run_part(run, roots, seeds, tail, inputs)
         del tail
         exchange.end_part(side, run)

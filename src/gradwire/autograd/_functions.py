@@ -27,6 +27,7 @@ __all__ = [
     "ANCHOR",
     "ANCHOR_NODE",
     "CHAIN_END",
+    "apply_forget",
     "apply_recv",
     "apply_send",
     "apply_start",
@@ -131,6 +132,20 @@ class Recv(torch.autograd.Function):
         return (None,) * (3 + count)
 
 
+class Forget(torch.autograd.Function):
+    """A leaf that does not require grad any more. Backward: as in torch, it gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, token: Tensor) -> Tensor:
+        """Returns what goes into a `Send` in its place."""
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, None]:
+        """Whatever comes ends here."""
+        return None, None
+
+
 def _apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """`Function.apply` without its care for ``torch.func``, where no call can be made.
 
@@ -206,6 +221,7 @@ class Start(torch.autograd.Function):
         return None, None, None, *ctx.seeds, *[None] * ctx.num_tokens
 
 
+apply_forget = _apply_of(Forget)
 apply_send = _apply_of(Send)
 apply_recv = _apply_of(Recv)
 apply_start = _apply_of(Start)

@@ -8,7 +8,7 @@ negative. The incarnation is the opener's: it tells one life of a worker from th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -25,6 +25,7 @@ __all__ = [
     "Dead",
     "Gradient",
     "GradientAndStart",
+    "Gradients",
     "PassAbort",
     "PassDone",
     "PassStart",
@@ -108,12 +109,21 @@ class ReplyHeader(msgspec.Struct, array_like=True, gc=False):
     """Header of a reply whose tensors have a history at the sender.
 
     With `CUT` as its number the message was not recorded: the history ends there.
+
+    Attributes:
+        message: Number of the message at the sender.
+        after: As in `CallHeader`; likewise the next two.
+        key: Likewise.
+        incarnation: Likewise.
+        is_of_leaves: There is no history but leaves: nothing is computed from gradients
+            there, so they may come late.
     """
 
     message: int
     after: tuple[int, int] | None = None
     key: int | None = None
     incarnation: int = 0
+    is_of_leaves: bool = False
 
 
 encode_header = msgspec.msgpack.Encoder().encode
@@ -134,6 +144,10 @@ def decode_header(cls: type, data: bytes) -> Any:
         raise RemoteProtocolError(
             f"the header of a recorded message is malformed: {error}"
         ) from error
+
+
+Start: TypeAlias = tuple[int, bool, bool, list[tuple[str, str]] | None]
+"""What a pass is: destination, retain, create_graph, autocast."""
 
 
 class PassStart(Message, array_like=True, gc=False):
@@ -190,6 +204,26 @@ class GradientAndStart(Message, array_like=True, gc=False):
     retain: bool
     create_graph: bool
     autocast: list[tuple[str, str]] | None = None
+    body: Body | None = None
+
+
+class Gradients(Message, array_like=True, gc=False):
+    """The answers to several messages in one pass; none of them has a history.
+
+    Attributes:
+        answers: For each the number of the message, and ``present`` as in `Gradient`.
+        is_last: As in `Gradient`.
+        start: If it is the `PassStart` as well: its fields behind the number.
+        body: The gradients of all messages, in one tuple.
+    """
+
+    key: int
+    incarnation: int
+    starter: int
+    number: int
+    answers: list[tuple[int, tuple[bool, ...]]]
+    is_last: bool = False
+    start: Start | None = None
     body: Body | None = None
 
 
@@ -258,3 +292,4 @@ register_message(20, Dead)
 register_message(21, Release)
 register_message(22, GradientAndStart)
 register_message(23, Stale)
+register_message(24, Gradients)

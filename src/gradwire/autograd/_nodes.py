@@ -32,6 +32,7 @@ class SentMessage:
         "_mark",
         "event",
         "is_changed",
+        "is_reply",
         "name",
         "peer",
         "urgency",
@@ -45,6 +46,7 @@ class SentMessage:
         peer: int,
         count: int,
         urgency: int,
+        is_reply: bool,
     ) -> None:
         self._exchange = exchange
         self.name = side.name  # never the side itself: nodes must not keep it alive
@@ -52,6 +54,7 @@ class SentMessage:
         self.event = event
         self.peer = peer
         self.urgency = urgency  # see `_functions`
+        self.is_reply = is_reply
         self._count = count
         self.is_changed = False  # its tensors were, before the node could be made
 
@@ -96,6 +99,7 @@ class ReceivedMessage:
         "label",
         "lease",
         "made_in",
+        "may_wait",
         "name",
         "number",
         "passed_over_in",
@@ -114,6 +118,7 @@ class ReceivedMessage:
         made_in: TaskWatch | None,
         is_stale: bool,
         function: str,
+        may_wait: bool,
     ) -> None:
         self._exchange = exchange
         self.name = side.name
@@ -127,6 +132,7 @@ class ReceivedMessage:
         self.made_in = made_in  # the backward in which the call was made
         self.is_stale = is_stale  # it came late: what it belongs to was consumed
         self.function = function  # what was called, for people
+        self.may_wait = may_wait  # nobody computes from its gradients
         self.passed_over_in: int | None = None
 
     def ship(self, gradients: Sequence[Tensor | None]) -> None:

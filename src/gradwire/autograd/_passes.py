@@ -410,6 +410,14 @@ class ContextState:
         answer, _ = self._answers.get(current.id, {}).pop(message, (WAIT, None))
         return answer
 
+    def see_answer(self, message: int) -> Any:
+        """As `take_answer`, which may still be asked for it afterwards."""
+        if message in self._dead:
+            return NONE
+        if self.current is None:
+            return WAIT
+        return self._answers.get(self.current.id, {}).get(message, (WAIT, None))[0]
+
     def is_answered(self, message: int) -> bool:
         """Whether a send of the current pass would not have to wait."""
         if self.current is None or message in self._dead:

@@ -19,6 +19,7 @@ from gradwire.autograd._context import (
     Side,
     active_context,
     current_handler,
+    is_of_leaves,
     leaving,
 )
 from gradwire.autograd._cuts import (
@@ -40,6 +41,7 @@ from gradwire.autograd._messages import (
     Dead,
     Gradient,
     GradientAndStart,
+    Gradients,
     PassAbort,
     PassDone,
     PassStart,
@@ -92,6 +94,7 @@ class Recorder(Interceptor):
         self.requests = {
             PassStart: exchange.on_start,
             GradientAndStart: exchange.on_gradient_and_start,
+            Gradients: exchange.on_gradients,
         }
 
     # ------------------------------------------------------------------- as the caller
@@ -220,6 +223,7 @@ class Recorder(Interceptor):
             lease=lease,
             made_in=note.made_in if note is not None else None,
             function=label,
+            may_wait=reply.is_of_leaves,
         )
         if answers:
             exchange.telling.perform(side, None, answers)
@@ -529,7 +533,7 @@ class _CallScope(Scope):
             self._peer.info.id, history, self.arrival
         )
         self._exchange.unfinished.add(self)
-        header = ReplyHeader(self._event, after)
+        header = ReplyHeader(self._event, after, is_of_leaves=is_of_leaves(history))
         if not self._is_implicit:
             header.key, header.incarnation = self._name
         return Addition(encode_header(header), tracked)

@@ -15,9 +15,10 @@ from gradwire.rpc.extension import Outcome
 if TYPE_CHECKING:
     from gradwire.autograd._context import Received, Side
 
-__all__ = ["Answer", "Part", "Run"]
+__all__ = ["Answer", "Held", "Part", "Run"]
 
 _DESTINATIONS = tuple(Destination)
+_MOST_HELD_BYTES = 1 << 16  # more takes its time on the way: it had better begin
 
 Part: TypeAlias = Callable[[], None]
 """A worker's part of a pass, to be run."""
@@ -33,16 +34,34 @@ class Answer(msgspec.Struct, frozen=True):
     after: tuple[int, int] | None
 
 
+class Held:
+    """What can wait a little before it is told to one worker, so that all goes at once.
+
+    Attributes:
+        is_start: It does not know of the pass yet.
+        answers: Numbers of messages, and their gradients.
+    """
+
+    __slots__ = ("answers", "is_start", "nbytes")
+
+    def __init__(self, *, is_start: bool = False) -> None:
+        self.is_start = is_start
+        self.answers: list[tuple[int, Answer]] = []
+        self.nbytes = 0
+
+
 class Run:
     """A pass at work on this worker. Its side's lock guards it."""
 
     __slots__ = (
+        "_held",
         "autocast",
         "awaited",
         "children",
         "create_graph",
         "destination",
         "failure",
+        "holds",
         "limit",
         "part",
         "pass_",
@@ -75,6 +94,8 @@ class Run:
         self.part: Part | None = None  # ours, while it has not begun
         self.awaited: set[int] = set()  # sends whose answers it needs to begin
         self.children = {rank: Outcome() for rank in pass_.told}
+        self.holds = False  # somebody sees to what is held
+        self._held: dict[int, Held] = {}  # by worker
 
     def answered(self, event: int) -> Part | None:
         """A send is answered; returns our part if it can begin now."""
@@ -88,6 +109,46 @@ class Run:
         part, self.part = self.part, None
         return part
 
+    def hold(self, peer: int, number: int, answer: Answer) -> bool:
+        """Keeps gradients that can wait; False if they should go at once.
+
+        Who waits has told all that was held; what comes later must not wait behind it.
+        """
+        nbytes = sum([gradient.nbytes for gradient in answer.gradients])
+        with self.side.lock:
+            held = self._held.get(peer)
+            before = 0 if held is None else held.nbytes
+            if self.waiting or before + nbytes > _MOST_HELD_BYTES:
+                return False
+            if held is None:
+                held = self._held[peer] = Held()
+            held.nbytes += nbytes
+            held.answers.append((number, answer))
+            return True
+
+    def take_held(self) -> dict[int, Held]:
+        """What was held, by worker: whoever takes it tells it."""
+        if not self._held:
+            return {}
+        with self.side.lock:
+            held, self._held = self._held, {}
+            return held
+
+    def hold_starts(self) -> set[int]:
+        """The workers that may hear of the pass with the gradients for them.
+
+        They have sent us leaves, and got nothing: they only wait for what we ship. (What
+        they got is not known of a graph that is retained.)
+        """
+        may_wait = {recv.peer for recv in self.recvs if recv.may_wait}
+        if not may_wait or self.retain:
+            return set()
+        may_wait &= self.children.keys()
+        may_wait -= {recv.peer for recv in self.recvs if not recv.may_wait}
+        may_wait -= set(self.pass_.sends.values())
+        self._held = {peer: Held(is_start=True) for peer in may_wait}
+        return may_wait
+
     def forget(self) -> None:
         """The pass failed, and our part has ended too: the error is raised, or told.
 
@@ -95,5 +156,6 @@ class Run:
         live until the cyclic collector comes, and the graph with them.
         """
         self.failure = None
+        self._held = {}
         self.children.clear()
         self.waiting.clear()

@@ -15,6 +15,7 @@ from gradwire.autograd._messages import (
     Dead,
     Gradient,
     GradientAndStart,
+    Gradients,
     PassAbort,
     PassDone,
     PassStart,
@@ -37,7 +38,7 @@ from gradwire.wire import TRACKED, Outgoing, encode
 if TYPE_CHECKING:
     from gradwire.autograd._context import ContextName, Side
     from gradwire.autograd._exchange import Exchange
-    from gradwire.autograd._run import Answer, Run
+    from gradwire.autograd._run import Answer, Held, Run
 
 __all__ = ["Telling"]
 
@@ -163,6 +164,42 @@ class Telling:
             return {i: TRACKED if id(t) in marked else 0 for i, t in enumerate(tensors)}
 
         return self.send(to, encode(out, values, flags, None, serializer))
+
+    def held(self, run: Run) -> None:
+        """Tells what was held of a pass; whoever cannot be told of it makes it fail."""
+        for to, held in run.take_held().items():
+            if not held.answers:
+                error = self.send(to, self._encode_start(run))
+            elif len(held.answers) == 1:
+                ((number, answer),) = held.answers
+                error = self.gradients(run, to, number, answer, is_start=held.is_start)
+            else:
+                error = self.send(to, self._encode_held(run, held))
+            if error is not None and held.is_start:
+                self._exchange.abort(run.side, run, error)
+
+    def starts(self, run: Run) -> None:
+        """A pass has failed: who was to hear of it with its gradients hears of it first.
+
+        As everybody does: what it had sent was used up, and its next messages say so.
+        """
+        for to, held in run.take_held().items():
+            if held.is_start:
+                self.send(to, self._encode_start(run))
+
+    def _encode_held(self, run: Run, held: Held) -> Outgoing:
+        start = run.destination, run.retain, run.create_graph, run.autocast
+        out = Gradients(
+            *run.side.name,
+            *run.pass_.id,
+            [(number, answer.present) for number, answer in held.answers],
+            not run.retain,
+            start if held.is_start else None,
+        )
+        values = tuple([g for _, answer in held.answers for g in answer.gradients])
+        if not values:
+            return encode(out)
+        return encode(out, values, None, None, self._agent.serializer)
 
     def dead(self, to: int, name: ContextName, number: int) -> None:
         """A message of a worker was dropped here."""

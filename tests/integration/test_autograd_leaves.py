@@ -1,0 +1,368 @@
+"""Workers that send nothing but leaves, as parameter servers do: no nodes, one message."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autograd_functions as fn
+import autograd_handlers as handlers
+import probes
+from autograd_functions import call, parameter
+from gradwire import autograd
+from gradwire.autograd import _context
+from gradwire.autograd._api import current_exchange
+from gradwire.autograd._messages import (
+    Gradient,
+    GradientAndStart,
+    Gradients,
+    PassStart,
+)
+from gradwire.rpc._api import current_agent
+from on_worker import on_worker
+
+pytestmark = pytest.mark.multiproc
+
+LARGE = 130  # a square of doubles that is too large to be held
+
+
+@pytest.fixture(autouse=True)
+def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from fn.clean(request)
+
+
+# ----------------------------------------------------------------- what is called there
+
+
+def fetch(to: str, name: str) -> Tensor:
+    fetched: Tensor = call(to, handlers.get_parameter, name)
+    return fetched
+
+
+def get_large() -> Tensor:
+    return parameter("large", LARGE, LARGE)
+
+
+def get_two() -> tuple[Tensor, Tensor]:
+    return parameter("weight"), parameter("bias")
+
+
+def hook_doubles(name: str) -> None:
+    parameter(name).register_hook(lambda gradient: gradient * 2)
+
+
+def set_requires_grad(name: str, requires: bool) -> None:
+    parameter(name).requires_grad_(requires)
+
+
+def relay_leaf(to: str, name: str) -> Tensor:
+    """A leaf, from a worker that has recorded something itself meanwhile."""
+    return fetch(to, name) * 0 + parameter("weight")
+
+
+# ------------------------------------------------------------------------- what is noted
+
+_patch = pytest.MonkeyPatch()
+_noted: Counter[str] = Counter()
+
+
+def begin_to_note() -> None:
+    """Counts the nodes that this worker makes of sends, and what comes about passes."""
+    make = _context.apply_send
+
+    def noting(*args: Any) -> Any:
+        _noted["nodes"] += 1
+        return make(*args)
+
+    _patch.setattr(_context, "apply_send", noting)
+    agent = current_agent()
+    tables: tuple[dict[Any, Any], ...] = agent._requests, agent._handlers
+    for table in tables:
+        for kind in (PassStart, Gradient, GradientAndStart, Gradients):
+            if kind in table:
+                _patch.setitem(table, kind, functools.partial(_note, table[kind]))
+
+
+def _note(handle: Callable[..., Any], peer: Any, message: Any, frame: Any) -> Any:
+    _noted[type(message).__name__] += 1
+    return handle(peer, message, frame)
+
+
+def noted() -> dict[str, int]:
+    _patch.undo()
+    found = dict(_noted)
+    _noted.clear()
+    return found
+
+
+def noting(program: Callable[[], Any], worker: str = "w1") -> dict[str, int]:
+    """What a worker notes during a program."""
+    fn.outside(call, worker, begin_to_note)
+    try:
+        program()
+    finally:
+        found: dict[str, int] = fn.outside(call, worker, noted)
+    return found
+
+
+# -------------------------------------------------------------------------- exactness
+
+
+def one() -> Tensor:
+    return (fetch("w1", "bias") * parameter("x")).sum()
+
+
+def several_of_two_workers() -> Tensor:
+    w, b = fetch("w1", "weight"), fetch("w1", "bias")
+    v = fetch("w2", "weight")
+    return (torch.tanh(parameter("x") @ w + b) @ v).square().sum()
+
+
+def two_in_one_message() -> Tensor:
+    w, b = call("w1", get_two)
+    return (parameter("x") @ w + b).sum()
+
+
+def one_of_two_unused() -> Tensor:
+    w, _ = call("w1", get_two)
+    return (parameter("x") @ w).sum()
+
+
+def unused() -> Tensor:
+    fetch("w1", "weight")
+    return (fetch("w1", "bias") * parameter("x")).sum()
+
+
+def the_same_twice() -> Tensor:
+    first, second = fetch("w1", "bias"), fetch("w1", "bias")
+    return (first * second * parameter("x")).sum()
+
+
+def beside_something_computed() -> Tensor:
+    b = fetch("w1", "bias")
+    y = call("w1", handlers.affine, parameter("x") * b)
+    return (y * b).sum()
+
+
+def before_it_gets_something() -> Tensor:
+    b = fetch("w1", "bias")
+    return call("w1", handlers.linear, parameter("x") + b).sum() * b.sum()
+
+
+def large_and_small() -> Tensor:
+    b = fetch("w1", "bias")
+    large = call("w1", get_large)
+    return b.sum() * large.square().sum() + fetch("w1", "weight").sum()
+
+
+def through_another() -> Tensor:
+    w = call("w2", relay_leaf, "w1", "bias")
+    return (fetch("w1", "weight") @ w).sum()
+
+
+def of_myself() -> Tensor:
+    return (fetch("w0", "bias") * fetch("w1", "bias")).sum()
+
+
+PROGRAMS = (
+    one,
+    several_of_two_workers,
+    two_in_one_message,
+    one_of_two_unused,
+    unused,
+    the_same_twice,
+    beside_something_computed,
+    before_it_gets_something,
+    large_and_small,
+    through_another,
+    of_myself,
+)
+
+
+@pytest.mark.parametrize("mode", fn.MODES)
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_worker(0)
+def test_gradients_are_those_of_one_process(program, mode):
+    fn.check(program, mode, exact=False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_worker(0)
+def test_gradients_of_a_graph_that_is_retained(program):
+    with autograd.context() as ctx:
+        loss = program()
+        ctx.backward(loss, retain_graph=True)
+        ctx.backward(loss)
+        found = fn.fetch_dictionary(ctx)
+
+    def twice() -> None:
+        loss = program()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    fn.assert_same(found, fn.in_one_process(twice).gradients, exact=False)
+
+
+@on_worker(0)
+def test_passes_of_one_context_add_up():
+    with autograd.context() as ctx:
+        for _ in range(3):
+            ctx.backward(several_of_two_workers())
+        found = fn.fetch_dictionary(ctx)
+
+    def thrice() -> None:
+        for _ in range(3):
+            several_of_two_workers().backward()
+
+    fn.assert_same(found, fn.in_one_process(thrice).gradients, exact=False)
+
+
+@on_worker(0)
+def test_gradients_of_gradients():
+    def program(grad: Callable[..., Any]) -> Tensor:
+        b = fetch("w1", "bias")
+        x = parameter("x")
+        (gradient,) = grad((b.pow(3) * x.pow(2)).sum(), (x,))
+        return gradient.square().sum()
+
+    with autograd.context() as ctx:
+        ctx.backward(
+            program(
+                lambda loss, inputs: autograd.grad(ctx, loss, inputs, create_graph=True)
+            )
+        )
+        found = fn.fetch_dictionary(ctx)
+
+    def alone() -> None:
+        program(functools.partial(torch.autograd.grad, create_graph=True)).backward()
+
+    fn.assert_same(found, fn.in_one_process(alone).gradients, exact=False)
+
+
+# ------------------------------------------------------------- without nodes, in one go
+
+
+@on_worker(0)
+def test_no_node_is_made_and_one_message_comes():
+    def step() -> None:
+        with autograd.context() as ctx:
+            ctx.backward(several_of_two_workers())
+
+    assert noting(step) == {"Gradients": 1}
+
+
+@on_worker(0)
+def test_a_single_gradient_brings_the_begin_of_the_pass():
+    def step() -> None:
+        with autograd.context() as ctx:
+            ctx.backward(one())
+
+    assert noting(step) == {"GradientAndStart": 1}
+
+
+@on_worker(0)
+def test_large_gradients_do_not_wait_for_others():
+    def step() -> None:
+        with autograd.context() as ctx:
+            ctx.backward(large_and_small())
+
+    found = noting(step)
+
+    assert found["Gradient"] >= 1
+    assert "nodes" not in found
+
+
+@on_worker(0)
+def test_who_computes_with_gradients_gets_them_at_once():
+    def step() -> None:
+        with autograd.context() as ctx:
+            ctx.backward(beside_something_computed())
+
+    found = noting(step)
+
+    assert found["PassStart"] == 1
+    assert found["nodes"] == 2
+
+
+# ----------------------------------------------------------------- where it is not simple
+
+
+@on_worker(0)
+def test_hooks_of_a_leaf_see_its_gradient():
+    call("w1", hook_doubles, "bias")
+
+    with autograd.context() as ctx:
+        ctx.backward(several_of_two_workers())
+        found = fn.fetch_dictionary(ctx)
+
+    def hooked() -> None:
+        call("w1", hook_doubles, "bias")
+        several_of_two_workers().backward()
+
+    fn.assert_same(found, fn.in_one_process(hooked).gradients, exact=False)
+
+
+@pytest.mark.parametrize("program", [one, the_same_twice])
+@on_worker(0)
+def test_leaf_that_is_frozen_meanwhile_gets_no_gradient(program):
+    with autograd.context() as ctx:
+        loss = program()
+        fn.outside(call, "w1", set_requires_grad, "bias", False)
+        ctx.backward(loss)
+        found = fn.fetch_dictionary(ctx)
+    fn.outside(call, "w1", set_requires_grad, "bias", True)
+
+    def frozen() -> None:
+        loss = program()
+        call("w1", set_requires_grad, "bias", False)
+        loss.backward()
+
+    fn.assert_same(found, fn.in_one_process(frozen).gradients)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("before the last gradient")
+
+
+@on_worker(0)
+def test_pass_that_fails_before_anything_is_told_leaves_nothing():
+    def program() -> Tensor:
+        b = handlers.run_in_backward(fetch("w1", "bias"), fail)
+        return (fetch("w1", "weight") @ b).sum()
+
+    with autograd.context() as ctx:
+        with pytest.raises(ZeroDivisionError, match="before the last"):
+            ctx.backward(program())
+        assert not any(v is not None for v in fn.fetch_dictionary(ctx)["w1"].values())
+        ctx.backward(one())
+        found = fn.fetch_dictionary(ctx)
+    fn.wait_until_released()
+
+    fn.assert_same(found, fn.in_one_process(lambda: one().backward()).gradients)
+
+
+@on_worker(0)
+def test_pass_that_fails_elsewhere_can_be_followed_by_another():
+    def program() -> Tensor:
+        paused = handlers.run_in_backward(fetch("w1", "bias"), wait_for_failure)
+        y = call("w2", handlers.affine_broken, parameter("x"))  # later: answered first
+        return (paused * y).sum()
+
+    def wait_for_failure() -> None:
+        sides = current_exchange().registry.sides
+        probes.wait_until(lambda: any(side.failed for side in sides()), "a failure")
+
+    with autograd.context() as ctx:
+        with pytest.raises(handlers.Broken):
+            ctx.backward(program())
+        ctx.backward(one())
+        found = fn.fetch_dictionary(ctx)
+    fn.wait_until_released()
+
+    fn.assert_same(found, fn.in_one_process(lambda: one().backward()).gradients)

@@ -1,0 +1,107 @@
+"""When gradients of leaves need no engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.autograd._engine import Destination
+from gradwire.autograd._leaves import gradients_of_leaves
+from gradwire.autograd._passes import NONE, ContextState, PassId, PassKind
+from gradwire.autograd._run import Answer
+
+PASS = PassId(1, 0)
+
+
+def make_leaf(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(*(shape or (2,)), requires_grad=True, **options)
+
+
+def answer(*gradients: Tensor | None) -> Answer:
+    there = tuple([g for g in gradients if g is not None])
+    return Answer(tuple([g is not None for g in gradients]), there, [], -1, None)
+
+
+def gradients_for(*messages: tuple[list[Tensor], Any]) -> Any:
+    """What comes out for messages of leaves, each with its answer."""
+    state = ContextState(0)
+    sends: list[Any] = []
+    for leaves, _ in messages:
+        message = SimpleNamespace(event=state.record_send(1))
+        sends.append((message, [(leaf, leaf.grad_fn) for leaf in leaves]))
+    state.on_start(PASS, 1, PassKind(Destination.INTO_DICTIONARY, False, False))
+    for (message, _), (_, given) in zip(sends, messages, strict=True):
+        if given is not None:
+            state.on_answer(PASS, message.event, given)
+    return gradients_of_leaves(state, sends)
+
+
+def test_gradients_are_what_came():
+    a, b, c = make_leaf(), make_leaf(3), make_leaf(2, 2)
+    da, db, dc = (torch.randn(leaf.shape) for leaf in (a, b, c))
+
+    found = gradients_for(([a], answer(da)), ([b, c], answer(db, dc)))
+
+    assert [(id(leaf), id(g)) for leaf, g in found] == [
+        (id(a), id(da)),
+        (id(b), id(db)),
+        (id(c), id(dc)),
+    ]
+
+
+def test_leaf_without_a_gradient_is_left_out():
+    a, b = make_leaf(), make_leaf()
+    gradient = torch.zeros(2)
+
+    found = gradients_for(([a], NONE), ([b], answer(gradient)))
+
+    assert [leaf is b for leaf, _ in found] == [True]
+
+
+def hooked() -> Tensor:
+    leaf = make_leaf()
+    leaf.register_hook(lambda gradient: gradient)
+    return leaf
+
+
+def frozen() -> Tensor:
+    return make_leaf().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "gradient"),
+    [
+        pytest.param(hooked(), torch.zeros(2), id="hook"),
+        pytest.param(frozen(), torch.zeros(2), id="frozen"),
+        pytest.param(make_leaf(), torch.zeros(3), id="shape"),
+        pytest.param(make_leaf(), torch.zeros(2, dtype=torch.float64), id="dtype"),
+        pytest.param(make_leaf(), torch.zeros(2).to_sparse(), id="sparse"),
+    ],
+)
+def test_engine_is_asked_where_it_is_not_simple(leaf, gradient):
+    assert gradients_for(([leaf], answer(gradient))) is None
+
+
+def test_engine_is_asked_if_a_leaf_was_sent_twice():
+    leaf = make_leaf()
+
+    found = gradients_for(
+        ([leaf], answer(torch.zeros(2))), ([leaf], answer(torch.zeros(2)))
+    )
+
+    assert found is None
+
+
+@pytest.mark.parametrize(
+    "given", [answer(torch.zeros(2)), answer(torch.zeros(2), None)], ids=["few", "part"]
+)
+def test_engine_is_asked_if_a_gradient_is_missing(given):
+    assert gradients_for(([make_leaf(), make_leaf()], given)) is None
+
+
+def test_engine_is_asked_if_an_answer_is_missing():
+    assert gradients_for(([make_leaf()], None)) is None
