@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradwire.autograd import get_gradients
 from gradwire.autograd.extension import Attempt, find_context
 from gradwire.errors import ContextReleased, UnknownContext
 
@@ -59,13 +58,15 @@ def find_gradients(
     if context_id is None:
         return [parameter.grad for parameter in parameters]
     try:
-        gradients = get_gradients(context_id)
+        side = find_context(context_id)
     except ContextReleased:
         raise
     except UnknownContext:
         # The context had no need of this worker.
         return [None] * len(parameters)
-    return [gradients.get(parameter) for parameter in parameters]
+    with side.lock:
+        gradients = side.gradients.copy()
+    return list(map(gradients.get, parameters))
 
 
 def drop_gradients(context_id: int, parameters: Sequence[Tensor]) -> None:

@@ -155,6 +155,7 @@ class LocalOptimizer:
             given = stand_ins[0]
         self._optimizer = optimizer_class(given, *args, **kwargs)
         self._locks = find_locks(values)
+        self._parameters_held = hold(self._locks)
         # Guards what is below; handlers, which may come in another order than they were
         # asked for if the trainer was interrupted.
         self._transaction_lock = threading.Lock()
@@ -191,7 +192,7 @@ class LocalOptimizer:
             With a closure: the number of the evaluation whose loss the optimizer
             returned; None and what it returned if that is something else.
         """
-        with hold(self._locks):
+        with self._parameters_held:
             if changes:
                 self._apply(changes)
             self._share_memory()
@@ -280,7 +281,7 @@ class LocalOptimizer:
     ) -> None:
         """Both phases at once, for the only owner."""
         mark = Mark(*mark)
-        with hold(self._locks):
+        with self._parameters_held:
             trial = self._try_step(mark, context_id, changes, saving)
             with self._transaction_lock:
                 is_wanted = self._record.may_prepare(mark)
@@ -312,8 +313,7 @@ class LocalOptimizer:
             trial.undo()
             raise
         finally:
-            for stand_in in self._stand_ins:
-                stand_in.grad = None
+            self._drop_gradients()
         return trial
 
     # ----------------------------------------------------------------------- snapshots
@@ -325,7 +325,7 @@ class LocalOptimizer:
 
     def keep(self, mark: Mark, changes: Changes, kept: Mark | None) -> None:
         """Makes a snapshot of the present state, which gets a mark by this."""
-        with hold(self._locks):
+        with self._parameters_held:
             self._apply(changes)
             self._share_memory()
             self._snapshots().save(mark, kept)
@@ -338,7 +338,7 @@ class LocalOptimizer:
         if pending is not None:
             pending.trial.undo()
             pending.held.release()
-        with hold(self._locks):
+        with self._parameters_held:
             self._share_memory()
             self._snapshots().restore(mark)
             increment_version(self.parameters)
@@ -391,16 +391,16 @@ class LocalOptimizer:
 
     def _share_memory(self) -> None:
         """Follows parameters that were given other memory, as ``module.to()`` does."""
-        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
-            if not _is_one(stand_in, parameter):
-                stand_in.data = parameter.detach()
+        _give_memory(self.parameters, self._stand_ins)
 
     def _clear(self) -> None:
         """Ends a step; it may itself have given parameters other memory."""
-        for parameter, stand_in in zip(self.parameters, self._stand_ins, strict=True):
+        self._drop_gradients()
+        _give_memory(self._stand_ins, self.parameters)
+
+    def _drop_gradients(self) -> None:
+        for stand_in in self._stand_ins:
             stand_in.grad = None
-            if not _is_one(stand_in, parameter):
-                parameter.data = stand_in.detach()
 
     def zero_grad(self, set_to_none: bool, context_id: int | None) -> None:
         """Forgets gradients of a context; None: ``.grad``."""
@@ -431,6 +431,26 @@ class LocalOptimizer:
     def _apply(self, changes: Changes) -> None:
         for number, values in changes.items():
             self._optimizer.param_groups[number].update(values)
+
+
+def _give_memory(givers: Sequence[Tensor], takers: Sequence[Tensor]) -> None:
+    """Makes each taker the same part of the same memory as its giver."""
+    if _are_all_one(takers, givers):
+        return
+    for giver, taker in zip(givers, takers, strict=True):
+        if not _is_one(taker, giver):
+            taker.data = giver.detach()
+
+
+def _are_all_one(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether this is so for all pairs; False also if it takes a closer look to tell.
+
+    Every step asks twice, and mostly it is so: hence no loop in Python.
+    """
+    try:
+        return all(map(Tensor.is_set_to, ones, others))
+    except RuntimeError:  # not for all devices
+        return False
 
 
 def _is_one(one: Tensor, other: Tensor) -> bool:

@@ -118,9 +118,12 @@ def find_locks(groups: Sequence[Sequence[Tensor]]) -> list[GroupLock]:
     return [found[number] for number in sorted(found)]
 
 
-def hold(locks: Sequence[GroupLock]) -> AbstractContextManager[None]:
-    """Takes locks, in their order, and gives them back."""
-    return _Holding(locks)
+def hold(locks: Sequence[GroupLock]) -> AbstractContextManager[object]:
+    """Takes locks, in their order, and gives them back.
+
+    What is returned can be entered any number of times, on any threads.
+    """
+    return locks[0].lock if len(locks) == 1 else _Holding(locks)
 
 
 class _Holding(AbstractContextManager[None]):

@@ -42,7 +42,7 @@ def run_step(optimizer: Optimizer, *args: Any) -> Any:
         or _has_hooks(optimizer)
     ):
         return optimizer.step(*args)
-    with _Label(_label_of(optimizer)):
+    with _Label(_label_of(type(optimizer).__name__)):
         return step.__wrapped__(optimizer, *args)
 
 
@@ -57,7 +57,7 @@ def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
         optimizer = cast(Optimizer, args[0])
         if _has_hooks(optimizer):
             return with_hooks(*args, **kwargs)
-        with _Label(_label_of(optimizer)):
+        with _Label(_label_of(type(optimizer).__name__)):
             return step(*args, **kwargs)
 
     wrapped.hooked = True  # type: ignore[attr-defined]
@@ -76,5 +76,6 @@ def _has_hooks(optimizer: Any) -> bool:
     )
 
 
-def _label_of(optimizer: Optimizer) -> str:
-    return f"Optimizer.step#{type(optimizer).__name__}.step"
+@functools.lru_cache  # by name, so that no class is kept alive
+def _label_of(class_name: str) -> str:
+    return f"Optimizer.step#{class_name}.step"

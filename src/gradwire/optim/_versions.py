@@ -8,6 +8,8 @@ that a step which is undone leaves no trace; one that is not is noted here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -28,26 +30,39 @@ class Versions:
     ) -> None:
         self._parameters = parameters
         self._stand_ins = stand_ins
-        self._moving: list[Tensor] = []
+        self._moving: Sequence[Tensor] = ()
         # Those without a gradient: mostly left alone, but that is up to the optimizer.
         self._others: list[tuple[Tensor, Tensor, int]] = []
 
     def begin(self, gradients: Sequence[Tensor | None]) -> None:
         """Parameters change from now on: graphs from before are no good."""
-        for parameter, stand_in, gradient in zip(
-            self._parameters, self._stand_ins, gradients, strict=True
-        ):
-            if gradient is not None:
-                self._moving.append(parameter)
-            else:
-                self._others.append((parameter, stand_in, stand_in._version))
+        if any(map(is_, gradients, repeat(None))):
+            self._divide(gradients)
+        else:  # the usual case
+            self._moving = self._parameters
         increment_version(self._moving)
 
     def end(self) -> None:
         """They have changed: nor are graphs that were made meanwhile."""
-        moved, self._moving = self._moving, []
-        others, self._others = self._others, []
-        for parameter, stand_in, before in others:
-            if stand_in._version != before:
-                moved.append(parameter)
-        increment_version(moved)
+        increment_version(self._moving)
+        self._moving = ()
+        if self._others:
+            others, self._others = self._others, []
+            increment_version(
+                [
+                    parameter
+                    for parameter, stand_in, before in others
+                    if stand_in._version != before
+                ]
+            )
+
+    def _divide(self, gradients: Sequence[Tensor | None]) -> None:
+        moving: list[Tensor] = []
+        for parameter, stand_in, gradient in zip(
+            self._parameters, self._stand_ins, gradients, strict=True
+        ):
+            if gradient is not None:
+                moving.append(parameter)
+            else:
+                self._others.append((parameter, stand_in, stand_in._version))
+        self._moving = moving

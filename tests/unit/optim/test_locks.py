@@ -97,3 +97,14 @@ def test_locks_are_free_when_nobody_holds_them_any_more(in_a_cycle):
     gc.collect()
 
     assert is_free(locks[0])
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_holding_can_be_entered_again(num_groups):
+    locks = find_locks([make_parameters() for _ in range(num_groups)])
+    holding = hold(locks)
+
+    for _ in range(2):
+        with holding:
+            assert not any(map(is_free, locks))
+        assert all(map(is_free, locks))

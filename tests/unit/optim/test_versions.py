@@ -20,6 +20,9 @@ class Bench:
     def begin(self) -> None:
         self.versions.begin([torch.ones(2), None, None])
 
+    def begin_with_all(self) -> None:
+        self.versions.begin([torch.ones(2)] * 3)
+
     def seen(self) -> list[int]:
         return [parameter._version for parameter in self._parameters]
 
@@ -59,3 +62,32 @@ def test_end_without_a_beginning_changes_nothing():
     bench.versions.end()
 
     assert bench.seen() == before
+
+
+def test_all_change_if_all_have_gradients():
+    bench = Bench()
+    before = bench.seen()
+
+    bench.begin_with_all()
+    meanwhile = bench.seen()
+    bench.versions.end()
+
+    assert all(map(int.__lt__, before, meanwhile))
+    assert all(map(int.__lt__, meanwhile, bench.seen()))
+
+
+def test_step_knows_nothing_of_the_one_before():
+    bench = Bench()
+    for begin in (bench.begin_with_all, bench.begin):
+        begin()
+        with torch.no_grad():
+            bench.stand_ins[2].add_(1)
+        bench.versions.end()
+    before = bench.seen()
+
+    bench.begin()
+    bench.versions.end()
+
+    after = bench.seen()
+    assert after[0] > before[0]
+    assert after[1:] == before[1:]
