@@ -25,6 +25,7 @@ import probes
 from cluster import Cluster, Handle
 from gradwire import autograd, rpc
 from gradwire.errors import GradwireError
+from gradwire.rpc.extension import Request, current_agent
 
 pytestmark = pytest.mark.multiproc
 
@@ -105,6 +106,14 @@ def _call_pair(to: str, number: int) -> Any:
     return max(future.wait() for future in futures)
 
 
+def _call_several(to: str, number: int) -> Any:
+    requests = [
+        functools.partial(Request, worker, targets.echo, (number,), None, LIMIT_S)
+        for worker in (to, rpc.get_worker_info().name)
+    ]
+    return max(o.result() for o in current_agent().call_all(requests))
+
+
 def _call_with_tensor(nbytes: int) -> Callable[[str, int], Any]:
     def call(to: str, number: int) -> Any:
         sent = torch.full((nbytes // 8,), number)
@@ -139,6 +148,7 @@ KINDS: dict[str, Callable[[str, int], Any]] = {
     "async": _call_async,
     "many": _call_many,
     "pair": _call_pair,
+    "several": _call_several,
     "small tensor": _call_with_tensor(64 << 10),
     "large tensor": _call_with_tensor(512 << 10),
     "backward": _call_and_backward,
@@ -373,6 +383,7 @@ def ignore_interrupts() -> None:
         ["sync"],
         ["async"],
         ["many"],
+        ["several"],
         ["small tensor"],
         ["large tensor"],
     ],
@@ -418,6 +429,7 @@ def test_interrupted_calls_are_forgotten_when_their_answer_comes(make_cluster):
     [
         pytest.param("sync", {}, id="sync"),
         pytest.param("async", {}, id="async"),
+        pytest.param("several", {}, id="several"),
         pytest.param("pair", {"max_inflight_bytes": 1}, id="credit"),
         pytest.param("small tensor", {}, id="small_tensor"),
         pytest.param("large tensor", {}, id="shared_memory"),

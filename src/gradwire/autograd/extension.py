@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from gradwire.autograd._api import check_repeatable as _check_repeatable
 from gradwire.autograd._api import current_exchange
 from gradwire.autograd._attempts import Attempt, add_note
@@ -50,14 +47,16 @@ def current_context() -> int | None:
     return None if name is None else name.key
 
 
-@contextmanager
-def outside_context() -> Iterator[None]:
+class outside_context:
     """Calls that are made inside belong to no context."""
-    token = active_context.set(None)
-    try:
-        yield
-    finally:
-        active_context.reset(token)
+
+    __slots__ = ("_token",)
+
+    def __enter__(self) -> None:
+        self._token = active_context.set(None)
+
+    def __exit__(self, *error: object) -> None:
+        active_context.reset(self._token)
 
 
 def find_context(context_id: int) -> Side:

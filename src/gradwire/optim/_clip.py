@@ -11,8 +11,8 @@ from torch import Tensor
 from gradwire.optim._gradients import check_context, find_gradients
 from gradwire.optim._owners import ask_all
 from gradwire.optim._references import check_references, values_of
-from gradwire.rpc import RRef, rpc_async
-from gradwire.rpc.extension import for_agents
+from gradwire.rpc import RRef
+from gradwire.rpc.extension import Request, for_agents
 
 __all__ = ["clip_grad_norm_"]
 
@@ -65,7 +65,7 @@ def clip_grad_norm_(
         for owner, positions in by_owner.items()
     }
     answers = ask_all(
-        (owner, partial(rpc_async, owner, measure, (source, share, order), None, 0))
+        (owner, partial(Request, owner, measure, (source, share, order), None, 0))
         for owner, share in shares.items()
     )
     found: list[int] = []
@@ -88,7 +88,7 @@ def clip_grad_norm_(
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.item() != 1.0:
         ask_all(
-            (owner, partial(rpc_async, owner, scale, (source, share, factor), None, 0))
+            (owner, partial(Request, owner, scale, (source, share, factor), None, 0))
             for owner, share in shares.items()
         )
     return total

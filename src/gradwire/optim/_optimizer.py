@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from gradwire.optim._closures import (
     needs_closure,
 )
 from gradwire.optim._gradients import Source, check_context, find_source
+from gradwire.optim._hyperparameters import find_changes
 from gradwire.optim._known import name_optimizer
 from gradwire.optim._local import Changes, Group, Look, make_local_optimizer
 from gradwire.optim._owners import ask_all
@@ -31,7 +31,8 @@ from gradwire.optim._sources import ParametersOf, Span, check_spans, expand
 from gradwire.optim._state import gather, scatter
 from gradwire.optim._torch_private import shown_to_profiler
 from gradwire.optim._transactions import Transactions
-from gradwire.rpc import Future, RRef, WorkerInfo, rpc_async, wait_for_worker
+from gradwire.rpc import RRef, WorkerInfo, wait_for_worker
+from gradwire.rpc.extension import Request
 
 __all__ = ["DistributedOptimizer"]
 
@@ -180,13 +181,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _make_local(
         self, owner: str, groups: list[Group], shares: Sequence[Share]
-    ) -> Future[Any]:
+    ) -> Request:
         others = [share.rref for share in shares if share.owner == owner]
         made_of = [tuple(group) for group in groups]
         optimizer_class = name_optimizer(self._optimizer_class)
         mark = tuple(self._transactions.ledger.committed)
         arguments = (optimizer_class, made_of, others, mark, *self._arguments)
-        return rpc_async(owner, make_local_optimizer, arguments, None, 0)
+        return Request(owner, make_local_optimizer, arguments, None, 0)
 
     # --------------------------------------------------------------------------- steps
 
@@ -266,14 +267,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             context_id = source.context_id
 
-            def step(share: Share, proxy: Any) -> Future[Any]:
+            def arguments(share: Share) -> tuple[Any, ...]:
                 selected = share.select(changes)
-                # Mostly nothing has changed, and the request is a few plain numbers.
-                arguments = (context_id, selected) if selected else (context_id,)
-                future: Future[Any] = proxy.step(*arguments)
-                return future
+                return (context_id, selected) if selected else (context_id,)
 
-            self._ask(step)
+            # Mostly nothing has changed, and the request is a few plain numbers.
+            self._ask("step", arguments if changes else (context_id,))
         self._note_sent(changes)
 
     def _needs_two_phases(self, source: Source) -> bool:
@@ -306,7 +305,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 that are evaluated several times in one context.
         """
         source = check_context(context_id)
-        self._ask(lambda _, proxy: proxy.zero_grad(set_to_none, source))
+        self._ask("zero_grad", (set_to_none, source))
 
     # --------------------------------------------------------------------------- state
 
@@ -316,7 +315,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Parameters are numbered in the order in which they were given. What belongs to
         no parameter is that of the first owner.
         """
-        parts = self._ask(lambda _, proxy: proxy.state_dict())
+        parts = self._ask("state_dict")
         state = gather(self._shares, parts, self._sizes())
         # These go to the owners with the next step, so that they come into its snapshot.
         for number, values in self._changes().items():
@@ -335,7 +334,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         parts = iter(scatter(self._shares, state_dict, self._sizes()))
         self._sent = {}  # should one owner fail, the others get ours again
-        answers = self._ask(lambda _, proxy: proxy.load_state_dict(next(parts)))
+        answers = self._ask("load_state_dict", lambda _: (next(parts),))
         self._take_hyperparameters(answers)
         if self._snapshots is not None:
             self._keep_now()
@@ -415,7 +414,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             wait_for_worker(owner, timeout)
             self._make_again(owner, shares)
         restored = [shares[n] for n in plan.restored]
-        answers = ask_all(calls_to(restored, lambda _, local: local.restore(plan.mark)))
+        answers = ask_all(calls_to(restored, "restore", (plan.mark,)))
         self._shares = shares
         ledger.recovered(plan)
         if plan.num_undone:
@@ -466,7 +465,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             start = partial(self._make_local, owner, groups, made)
             ((rref, _, _),) = ask_all([(owner, start)])
             share = share._replace(rref=rref)  # noqa: PLW2901
-            ask_all(calls_to([share], lambda share, local: local.attach(share.place)))
+            ask_all(calls_to([share], "attach", (share.place,)))
             made.append(share)
             shares[number] = share
 
@@ -482,7 +481,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         common = find_common(found)
         if common is None or not snapshots.resume:
             raise refuse_found(self._shares, found, is_resumed=snapshots.resume)
-        self._take_hyperparameters(self._ask(lambda _, local: local.restore(common)))
+        self._take_hyperparameters(self._ask("restore", (common,)))
         ledger.keep(common)
 
     def _attach(self, snapshots: Snapshots, numbers: Iterable[int]) -> list[list[Mark]]:
@@ -493,7 +492,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             place = snapshots.make_place(share.owner, number)
             self._shares[number] = share._replace(place=place)
         shares = [self._shares[number] for number in numbers]
-        return ask_all(calls_to(shares, lambda share, local: local.attach(share.place)))
+        return ask_all(calls_to(shares, "attach", lambda share: (share.place,)))
 
     def _make_safe(
         self, snapshots: Snapshots, looks: Sequence[Look | None], timeout: float
@@ -516,9 +515,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ledger = self._transactions.ledger
         mark = Mark(ledger.committed.step, self._transactions.next_number())
         changes = self._changes()
-        self._ask(
-            lambda share, local: local.keep(mark, share.select(changes), ledger.kept)
-        )
+        self._ask("keep", lambda share: (mark, share.select(changes), ledger.kept))
         self._note_sent(changes)
         ledger.keep(mark)
 
@@ -526,32 +523,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _changes(self) -> Changes:
         """Hyperparameters that the program or a scheduler has changed, by group."""
-        changes: Changes = {}
-        for number, group in enumerate(self.param_groups):
-            sent = self._sent.get(number, {})
-            for key, value in group.items():
-                if key != "params" and not (key in sent and _is_same(value, sent[key])):
-                    # A copy: a scheduler may write into a tensor, a program into a list.
-                    changes.setdefault(number, {})[key] = copy.deepcopy(value)
-        return changes
+        return find_changes(self.param_groups, self._sent)
 
     def _note_sent(self, changes: Changes) -> None:
         for number, values in changes.items():
             self._sent.setdefault(number, {}).update(values)
 
-    def _ask(self, call: Callable[[Share, Any], Future[Any]]) -> list[Any]:
-        """Asks all owners at once."""
-        return ask_all(calls_to(self._shares, call))
-
-
-def _is_same(value: Any, sent: Any) -> bool:
-    if value is sent:
-        return True
-    if type(value) is not type(sent):
-        return False
-    try:
-        if isinstance(value, Tensor):
-            return torch.equal(value, sent)
-        return bool(value == sent)
-    except (RuntimeError, ValueError):
-        return False  # arrays, or tensors in a container: they are just sent again
+    def _ask(
+        self,
+        method: str,
+        arguments: tuple[Any, ...] | Callable[[Share], tuple[Any, ...]] = (),
+    ) -> list[Any]:
+        """Asks all owners at once; see `calls_to`."""
+        return ask_all(calls_to(self._shares, method, arguments))

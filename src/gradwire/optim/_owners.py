@@ -16,6 +16,7 @@ from typing import Any
 from gradwire.autograd.extension import outside_context
 from gradwire.errors import GradwireError
 from gradwire.rpc import Future
+from gradwire.rpc.extension import Outcome, Request, current_agent
 
 __all__ = [
     "OwnersFailed",
@@ -56,12 +57,12 @@ class OwnersFailed(GradwireError):
         return combine, (self.failures,)
 
 
-Calls = Iterable[tuple[str, Callable[[], Future[Any]]]]
-"""For each the name of the owner, and what starts the call."""
+Calls = Iterable[tuple[str, Callable[[], Request]]]
+"""For each the name of the owner, and what makes the request."""
 
 
 def ask_all(calls: Calls) -> list[Any]:
-    """Starts calls to owners, waits for all of them, and returns their results.
+    """Calls all owners at once, waits for all of them, and returns their results.
 
     Raises:
         OwnersFailed: More than one owner failed.
@@ -81,31 +82,31 @@ def raise_failures(failures: dict[str, Exception]) -> None:
 
 
 def collect(calls: Calls) -> tuple[list[Any], dict[str, Exception]]:
-    """Starts calls to owners, and waits for all of them.
+    """Calls all owners at once, and waits for all of them.
 
     Returns:
         Their results, None for those that failed; and what failed, by owner.
     """
-    under_way = []
+    asked = list(calls)
     with outside_context():
-        for owner, start in calls:
-            try:
-                under_way.append((owner, start()))
-            except Exception as error:
-                never_sent: Future[Any] = Future()
-                never_sent.set_exception(error.with_traceback(None))
-                under_way.append((owner, never_sent))
+        outcomes = current_agent().call_all([make for _, make in asked])
     results = []
     failures: dict[str, Exception] = {}
-    while under_way:
-        owner, future = under_way.pop(0)
-        value, failure = outcome_of(future)
-        results.append(value)
-        if failure is not None:
+    for (owner, _), outcome in zip(asked, outcomes, strict=True):
+        results.append(outcome.value)
+        if outcome.error is not None:
             # An owner is asked more than once if groups of parameters came later.
-            failures.setdefault(owner, failure)
-        del future, failure  # an error must not lead to itself: frames are expensive
+            failures.setdefault(owner, _failure_of(outcome))
     return results, failures
+
+
+def _failure_of(outcome: Outcome) -> Exception:
+    """The error of an outcome, without frames; raises what is for nobody to collect."""
+    try:
+        outcome.result()
+    except Exception as error:
+        return error.with_traceback(None)
+    raise AssertionError("an outcome with an error has raised nothing")
 
 
 def outcome_of(future: Future[Any]) -> tuple[Any, Exception | None]:

@@ -19,7 +19,7 @@ def look_at(shares: Sequence[Share]) -> list[Look | None]:
     Raises:
         Exception: An owner is there and cannot say.
     """
-    looks, failures = collect(calls_to(shares, lambda _, local: local.look()))
+    looks, failures = collect(calls_to(shares, "look"))
     raise_failures(
         {
             owner: failure

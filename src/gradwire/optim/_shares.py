@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gradwire.optim._local import Changes, Group, LocalOptimizer
 from gradwire.optim._places import Place
-from gradwire.rpc import Future, RRef
+from gradwire.rpc import RRef
+from gradwire.rpc.extension import Request, method_request
 
 __all__ = ["Part", "Share", "calls_to"]
 
@@ -63,13 +64,17 @@ class Part:
 
 
 def calls_to(
-    shares: Sequence[Share], call: Callable[[Share, Any], Future[Any]]
-) -> Iterator[tuple[str, Callable[[], Future[Any]]]]:
+    shares: Sequence[Share],
+    method: str,
+    arguments: tuple[Any, ...] | Callable[[Share], tuple[Any, ...]] = (),
+) -> Iterator[tuple[str, Callable[[], Request]]]:
     """Calls of a method of the optimizers of owners, for `ask_all`.
 
     Args:
         shares: Whom to ask.
-        call: Starts one; is given the share and what stands for its optimizer.
+        method: Its name.
+        arguments: Its arguments; or what makes those for one share.
     """
     for share in shares:
-        yield share.owner, partial(call, share, share.rref.rpc_async(timeout=0))
+        given = arguments if isinstance(arguments, tuple) else arguments(share)
+        yield share.owner, partial(method_request, share.rref, method, given)

@@ -72,14 +72,11 @@ class Transactions:
         mark = self.ledger.propose(self.next_number())
         saving = self._saving(mark)
 
-        def call(share: Share, local: Any) -> Future[Any]:
-            future: Future[Any] = local.step_alone(
-                tuple(mark), source.context_id, share.select(changes), saving
-            )
-            return future
+        def arguments(share: Share) -> tuple[Any, ...]:
+            return tuple(mark), source.context_id, share.select(changes), saving
 
         try:
-            _, failures = collect(calls_to(shares, call))
+            _, failures = collect(calls_to(shares, "step_alone", arguments))
         except BaseException:  # an interrupt
             _start(shares, lambda local: local.abort(tuple(mark)))
             raise
@@ -97,14 +94,12 @@ class Transactions:
         """One transaction; False: it had to give way to another one."""
         saving = self._saving(mark)
 
-        def prepare(share: Share, local: Any) -> Future[Any]:
-            future: Future[Any] = local.prepare(
-                tuple(mark), priority, source.context_id, share.select(changes), saving
-            )
-            return future
+        def arguments(share: Share) -> tuple[Any, ...]:
+            selected = share.select(changes)
+            return tuple(mark), priority, source.context_id, selected, saving
 
         try:
-            answers, failures = collect(calls_to(shares, prepare))
+            answers, failures = collect(calls_to(shares, "prepare", arguments))
         except BaseException:  # an interrupt
             _start(shares, lambda local: local.abort(tuple(mark)))
             raise
@@ -112,7 +107,7 @@ class Transactions:
         if decision is Decision.COMMIT:
             self._commit(shares, mark, source.attempt)
             return True
-        collect(calls_to(shares, lambda _, local: local.abort(tuple(mark))))
+        collect(calls_to(shares, "abort", (tuple(mark),)))
         if decision is Decision.ABORT:
             _raise_undone(failures)
         return False
@@ -130,9 +125,7 @@ class Transactions:
     ) -> None:
         self._decide(mark, attempt)
         try:
-            _, failures = collect(
-                calls_to(shares, lambda _, local: local.commit(tuple(mark)))
-            )
+            _, failures = collect(calls_to(shares, "commit", (tuple(mark),)))
         except BaseException:  # an interrupt; what is decided is done all the same
             _start(shares, lambda local: local.commit(tuple(mark)))
             raise

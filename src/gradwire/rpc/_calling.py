@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +19,13 @@ from gradwire.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._calls import PendingCall, Request
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import (
     DEEPEST,
     FOREVER_S,
     Future,
+    Outcome,
     _refuse_in_event_loop,
 )
 from gradwire.rpc._interceptors import Note
@@ -142,6 +143,71 @@ class Caller:
             call.notice()
         return call.value
 
+    def call_all(self, requests: Iterable[Callable[[], Request]]) -> list[Outcome]:
+        """Calls functions on several workers, and waits for all results.
+
+        All calls are sent before the first one is waited for. Then this thread reads the
+        answers of all workers, if it may; there are no futures.
+
+        Args:
+            requests: Each makes a request, when those before it are on their way.
+
+        Returns:
+            What became of each; the error is what it raised, if a request could not be
+            made or sent.
+        """
+        _refuse_in_event_loop()
+        compiler = set_compiler(None)
+        outcomes: list[Outcome] = []
+        calls: list[PendingCall] = []
+        try:
+            with shielded():
+                try:
+                    for make in requests:
+                        outcomes.append(self._start_request(make, calls))
+                    if not self._pool.is_pool_thread:
+                        self._waiting.read_for_all(calls)
+                    for call in calls:
+                        if not (call.done or call.wait()):
+                            worker = self._network.find(call.link.worker)
+                            call.settle(None, _timed_out(call, worker))
+                except BaseException:  # as in `call`
+                    for call in calls:
+                        self._give_up(call)
+                    raise
+            for outcome in outcomes:
+                if not outcome.done:
+                    outcome.wait()
+        finally:
+            set_compiler(compiler)
+        for call in calls:
+            if call.notice is not None:
+                call.notice()
+        return outcomes
+
+    def _start_request(
+        self, make: Callable[[], Request], calls: list[PendingCall]
+    ) -> Outcome:
+        """Starts a call; it is added to those of which this thread reads the answers."""
+        try:
+            to, function, args, kwargs, timeout, keeps = make()
+            if is_idempotent(function):  # it may take several calls
+                return self.call_async(to, function, args, kwargs, timeout)._outcome
+            call = self._start_call(to, function, args, kwargs, timeout, False)
+        except Exception as error:
+            failed = Outcome()
+            failed.finish(None, error.with_traceback(None))
+            return failed
+        calls.append(call)
+        if keeps is not None:
+            call.keeps = keeps
+            if call.done:
+                call.keeps = None
+        if call.deadline:
+            # It is looked at also while this thread waits for another one.
+            self._rounds.note_deadline(call.deadline)
+        return call
+
     def call_async(
         self,
         to: object,
@@ -249,8 +315,11 @@ class Caller:
             label = labels[name](args)
         notes: dict[str, Note] = {}
         call: PendingCall | None = None
+        is_internal = name.startswith(INTERNAL_PREFIX)
         try:
-            outgoing = self._encode_call(message, value, peer, name, notes, making)
+            outgoing = self._encode_call(
+                message, value, peer, name, notes, making, is_internal
+            )
             cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
             self._take_credit(peer, cost, deadline, label)
             call = PendingCall(
@@ -264,7 +333,7 @@ class Caller:
             )
             if is_async:
                 call.future = Future(outcome=call, executor=self._run_callback)
-            if not name.startswith(INTERNAL_PREFIX):
+            if not is_internal:
                 self.num_started += 1
             self._send_call(link, peer, call, outgoing)
         except BaseException:
@@ -315,8 +384,9 @@ class Caller:
             peer.calls.take(call.id)
             raise
         call.is_sent = True
-        for note in call.notes.values():
-            note.sent()
+        if call.notes:
+            for note in call.notes.values():
+                note.sent()
         if hold:
             self._rounds.watch.look_soon()
         if ticket is not None:
@@ -331,6 +401,8 @@ class Caller:
 
     def deadline(self, timeout: float) -> float:
         """When a call with this limit ends, on the monotonic clock; 0: never."""
+        if type(timeout) is int and timeout == 0:
+            return 0.0
         if timeout == UNSET_TIMEOUT or timeout is None:
             timeout = self._agent.rpc_timeout
         elif not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
@@ -351,9 +423,10 @@ class Caller:
         label: str,
         notes: dict[str, Note],
         making: object | None,
+        is_internal: bool,
     ) -> Outgoing:
         """Encodes a call with the headers of the interceptors, and keeps their notes."""
-        if label.startswith(INTERNAL_PREFIX) or not self._interceptors:
+        if is_internal or not self._interceptors:
             return encode(message, value, serializer=self._serializer)
         is_grad_enabled = torch.is_grad_enabled()
         packer = self._packing.packer(peer)
@@ -484,6 +557,8 @@ class Caller:
                 return None, self._agent.rebuild(value)
             if value is NO_VALUE:
                 value = None  # see `_Request.succeed`
+            if not message.headers and not call.notes:
+                return value, None  # nothing for anybody else
             has_any = bool(message.headers and tensors)
             tracked = tracked_tensors(message, tensors) if has_any else []
             for interceptor in self._interceptors:

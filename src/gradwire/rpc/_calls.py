@@ -10,8 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from gradwire._config import UNSET_TIMEOUT
 from gradwire.rpc._future import Future, Outcome
 from gradwire.rpc._signals import interruptible
 
@@ -19,9 +20,21 @@ if TYPE_CHECKING:
     from gradwire.rpc._interceptors import Note
     from gradwire.rpc._link import Link
 
-__all__ = ["CallTable", "Credits", "PendingCall"]
+__all__ = ["CallTable", "Credits", "PendingCall", "Request"]
 
 _LITTLE_PART, _SMALL_CALL_PART = 16, 256  # of the bound
+
+
+class Request(NamedTuple):
+    """A call that is to be made; see `Agent.call_all`."""
+
+    to: object
+    function: Callable[..., Any] | str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    timeout: float = UNSET_TIMEOUT
+    keeps: object = None
+    """What must live until the answer is there."""
 
 
 class PendingCall(Outcome):
@@ -65,8 +78,9 @@ class PendingCall(Outcome):
         self.notice: Callable[[], None] | None = None  # for the thread that waits
         self.keeps: object = None  # what must live until the answer is there
         self.notes = notes or {}
-        for note in self.notes.values():
-            note.call = self
+        if notes:
+            for note in notes.values():
+                note.call = self
 
     def what(self) -> tuple[str, str | None]:
         """See `Outcome`."""

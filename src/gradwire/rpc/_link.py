@@ -29,12 +29,15 @@ from gradwire.rpc._turn import (
 )
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
-__all__ = ["Link", "LinkOwner"]
+__all__ = ["MOST_PASSED_ON", "SLICE_S", "Link", "LinkOwner"]
 
 _MOST_HELD = 64
-_MOST_PASSED_ON = 3  # a call or two back belong to most conversations
 _MOST_GAUGES = 64
-_SLICE_S = 0.05  # how long a caller reads before it looks whether it still has to
+MOST_PASSED_ON = 3
+"""Requests after which a caller leaves the reading to those who serve them: a call or two
+back belong to most conversations."""
+SLICE_S = 0.05
+"""How long a caller reads before it looks whether it still has to."""
 
 
 class LinkOwner(Protocol):
@@ -86,27 +89,27 @@ class Link:
         self.holds = False
         self._pool = pool
         self._owner = owner
-        self._fileno = connection.fileno()
+        self.fileno = connection.fileno()
         self._gauge = SpinGauge()  # for what comes unasked
         self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
         # Only who reads changes these two.
         self._num_read = 0
         self._is_receiving = False  # and what came is not counted yet
-        self._is_ready = self._is_any_ready = readiness(self._fileno)
+        self.is_ready = self._is_any_ready = readiness(self.fileno)
         self._poller_fileno = pool.poller.fileno()
         if self._poller_fileno is not None:  # for who leads: others need it, too
-            self._is_any_ready = readiness(self._fileno, self._poller_fileno)
+            self._is_any_ready = readiness(self.fileno, self._poller_fileno)
         # Guards all below: readers, senders, those who handle what was read, or look.
         self._lock = threading.Lock()
         self._reader: object | None = None
         self._turn: Turn | None = None
         self._reading_wanted = self._writing_wanted = False
         self._num_handled = 0  # of the frames that were read
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._ended = False
         self._open = True
-        pool.watch(self._fileno, self._on_event)
+        pool.watch(self.fileno, self._on_event)
 
     def start(self) -> None:
         """Begins to read."""
@@ -129,7 +132,7 @@ class Link:
             self._writing_wanted = write
         if self._open and self.connection.end is None:  # else there is always an event
             self._pool.poller.arm(
-                self._fileno, self._reading_wanted, self._writing_wanted
+                self.fileno, self._reading_wanted, self._writing_wanted
             )
 
     # --------------------------------------------------------------------- sending
@@ -202,7 +205,7 @@ class Link:
             frames = self._receive()
             has_answers = False
             if frames:
-                if self._num_waiting:
+                if self.num_waiting:
                     has_answers = not all(map(self._owner.is_request, frames))
                 self._work_off(frames, turn)
                 with self._lock:
@@ -219,7 +222,7 @@ class Link:
             # Whoever waits for what this thread has read needs the interpreter now.
             if has_answers:
                 return
-            look = self._is_any_ready if self._pool.leads else self._is_ready
+            look = self._is_any_ready if self._pool.leads else self.is_ready
             ready = self._gauge.spin(look)
             if not ready or self._others_call(ready):
                 return
@@ -303,35 +306,81 @@ class Link:
             unless_under_way: What is waited for may be here already. If it has been
                 read, and is on its way through the pool, do not read.
         """
-        turn = Turn(self, is_callers=True)
-        with self._lock:
-            if self._reader is not None or (unless_under_way and self._is_under_way()):
-                return
-            self._reader = self._turn = turn
-            if self._reading_wanted:
-                self._arm(read=False)
+        turn = self.take_callers_turn(unless_under_way=unless_under_way)
+        if turn is None:
+            return
         before = current_turn()
         is_nested = before is not None and before.is_callers
         wait = self._wait_inside_a_wait if is_nested else self._wait
         set_turn(turn)
         try:
-            gauge = self._gauge_of(what)
+            gauge = self.gauge_of(what)
             self._read_until(
-                turn, outcome, deadline, gauge, unless_under_way, wait, _MOST_PASSED_ON
+                turn, outcome, deadline, gauge, unless_under_way, wait, MOST_PASSED_ON
             )
         finally:
             set_turn(before)
-            # A caller that calls again and again waits for its next answer in a moment:
-            # arming the link in between would only cost, or wake a thread to fight with.
-            # (Not so a handler: when it is over, the next request comes.)
-            now = time.perf_counter()
-            is_rapid = now - self._last_called < LOOK_S / 2
-            self._last_called = now
-            later = (is_rapid or len(calls) > 0) and not self._num_waiting
-            later = later and not self._pool.is_pool_thread
-            self.end_turn(turn, later=later)
-            if later:
-                self._owner.turn_begins(time.monotonic())
+            self.leave_callers_turn(turn, calls)
+
+    def take_callers_turn(self, *, unless_under_way: bool = False) -> Turn | None:
+        """The turn for a thread that waits; None if another one has it.
+
+        Args:
+            unless_under_way: See `read_as_caller`.
+        """
+        turn = Turn(self, is_callers=True)
+        with self._lock:
+            if self._reader is not None or (unless_under_way and self._is_under_way()):
+                return None
+            self._reader = self._turn = turn
+            if self._reading_wanted:
+                self._arm(read=False)
+        return turn
+
+    def leave_callers_turn(self, turn: Turn, calls: Sized) -> None:
+        """Ends the turn of a thread that has waited.
+
+        Args:
+            turn: From `take_callers_turn`.
+            calls: See `read_as_caller`.
+        """
+        # A caller that calls again and again waits for its next answer in a moment:
+        # arming the link in between would only cost, or wake a thread to fight with.
+        # (Not so a handler: when it is over, the next request comes.)
+        now = time.perf_counter()
+        is_rapid = now - self._last_called < LOOK_S / 2
+        self._last_called = now
+        later = (is_rapid or len(calls) > 0) and not self.num_waiting
+        later = later and not self._pool.is_pool_thread
+        self.end_turn(turn, later=later)
+        if later:
+            self._owner.turn_begins(time.monotonic())
+
+    def read_as_sibling(self, turn: Turn) -> int:
+        """Reads once, and handles what was there, for a thread that reads others as well.
+
+        Returns:
+            How many requests were passed on to the pool.
+        """
+        if turn.is_over or (turn.serving_since and not self.reads_again(turn)):
+            return 0
+        frames = self._receive()
+        if not frames:
+            return 0
+        num_passed_on = self._pass_on_requests(frames)
+        now = time.monotonic()
+        for sibling in turn.siblings:  # none of them is read meanwhile
+            sibling.serving_since = now
+        self._work_off(frames, turn)
+        return num_passed_on
+
+    def reads_again(self, turn: Turn) -> bool:
+        """A turn's thread has handled what there was; False if the turn is over."""
+        with self._lock:
+            if turn.is_over:
+                return False
+            turn.serving_since = 0.0
+            return True
 
     def read_in_turn(
         self,
@@ -357,14 +406,14 @@ class Link:
                     return
                 turn.serving_since = 0.0
             try:
-                gauge = self._gauge_of(what)
+                gauge = self.gauge_of(what)
                 self._read_until(turn, outcome, deadline, gauge, unless_under_way, wait)
             finally:
                 turn.serving_since = time.monotonic() if was_serving else 0.0
         finally:
             turn.is_callers = was_callers
 
-    def _gauge_of(self, what: str) -> SpinGauge:
+    def gauge_of(self, what: str) -> SpinGauge:
         """Of the waits for one kind of thing; of all the others, if there are too many."""
         gauge = self._gauges.get(what)
         if gauge is None:
@@ -423,19 +472,19 @@ class Link:
     def waits_elsewhere(self, number: int) -> None:
         """Counts the callers that wait for somebody else to read their answer."""
         with self._lock:
-            self._num_waiting += number
+            self.num_waiting += number
             if self._reader is None and not self._reading_wanted:
                 self._arm(read=True)
 
     def _wait(self, deadline: float, gauge: SpinGauge) -> None:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
-        is_ready = self._is_any_ready if self._pool.leads else self._is_ready
-        ready = None if self._num_waiting else gauge.spin(is_ready)
+        is_ready = self._is_any_ready if self._pool.leads else self.is_ready
+        ready = None if self.num_waiting else gauge.spin(is_ready)
         if not ready:
-            left = deadline - time.monotonic() if deadline else _SLICE_S
+            left = deadline - time.monotonic() if deadline else SLICE_S
             # In slices: something else than this connection may end the wait.
-            ready = is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
+            ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
         if is_ready is self._is_any_ready and self._others_call(ready):
             self._pool.resign()
@@ -446,11 +495,11 @@ class Link:
         That is a signal handler that calls. What its thread waits with cannot be used by
         two at a time.
         """
-        filenos = [self._fileno]
+        filenos = [self.fileno]
         if self._pool.leads and self._poller_fileno is not None:
             filenos.append(self._poller_fileno)
-        left = deadline - time.monotonic() if deadline else _SLICE_S
-        ready = readiness(*filenos)(max(0.0, min(left, _SLICE_S)) * 1e3)
+        left = deadline - time.monotonic() if deadline else SLICE_S
+        ready = readiness(*filenos)(max(0.0, min(left, SLICE_S)) * 1e3)
         if self._others_call(ready):
             self._pool.resign()
 
@@ -577,7 +626,7 @@ class Link:
                 return
             self._open = False
             turn = self._turn
-            self._pool.unwatch(self._fileno)
+            self._pool.unwatch(self.fileno)
         self.connection.close()
         if turn is not None:
             # What ends with the connection may run foreign code, and looks do not see

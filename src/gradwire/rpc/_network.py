@@ -607,7 +607,9 @@ class Network:
             peer = self._by_name.get(to)
         elif type(to) is int:
             peer = self._peers.get(to)
-        elif isinstance(to, tuple) and isinstance(to, WorkerInfo):
+        elif type(to) is WorkerInfo or (
+            isinstance(to, tuple) and isinstance(to, WorkerInfo)
+        ):
             peer = self._peers.get(to.id)
             if peer is not None and peer.info.name != to.name:
                 peer = None

@@ -16,13 +16,14 @@ from gradwire._ids import WorkerInfo
 from gradwire.errors import (
     CallTimeout,
     DecodeError,
+    NotInitialized,
     OwnerLost,
     UnknownContext,
     UsageError,
 )
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
-from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._calls import PendingCall, Request
 from gradwire.rpc._context import serving_peer
 from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Eventually, Future, Later
@@ -266,6 +267,37 @@ class _Proxy:
         ref.check()
         arguments = (*ref.id, name, *args)
         return self._call(self._timeout, (invoke, arguments, kwargs or None))
+
+
+def method_request(
+    rref: RRef[Any], name: str, args: tuple[Any, ...] = (), timeout: float = 0
+) -> Request:
+    """A call of a method of a value, for `Agent.call_all`.
+
+    Args:
+        rref: Refers to the value.
+        name: The method.
+        args: Its arguments.
+        timeout: As in `gradwire.rpc.rpc_sync`.
+
+    Raises:
+        OwnerLost: The owner is gone.
+        NotInitialized: The reference is one of an agent that has ended.
+        Exception: What the function raised that should have made the value.
+    """
+    service = rref._service
+    if service.agent is not current_agent():
+        raise NotInitialized(
+            f"{rref!r} belongs to worker {service.agent.info.name!r} as it was before its "
+            "shutdown(); calls through it are no longer possible"
+        )
+    ref = rref._ref
+    if isinstance(ref, User):
+        ref.check()
+        arguments = (*ref.id, name, *args)
+        return Request(ref.owner, invoke, arguments, None, timeout, rref)
+    own = (rref, name, *args)
+    return Request(service.agent.info, invoke_own, own, None, timeout, rref)
 
 
 @overload

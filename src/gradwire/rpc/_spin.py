@@ -32,8 +32,9 @@ def readiness(*filenos: int, write: bool = False) -> Callable[[float], Ready]:
     """
     if hasattr(select, "poll"):
         poll = select.poll()
+        events = select.POLLIN | (select.POLLOUT if write else 0)
         for fileno in filenos:
-            poll.register(fileno, select.POLLIN | (select.POLLOUT if write else 0))
+            poll.register(fileno, events)
         return poll.poll
     writers = filenos if write else ()
 

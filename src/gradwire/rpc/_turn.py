@@ -19,7 +19,7 @@ fight for the interpreter lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,7 +59,15 @@ _local = _Local()
 class Turn:
     """One thread's turn. Its `Link` guards the fields, all but ``rest``."""
 
-    __slots__ = ("is_callers", "is_over", "link", "rest", "serving_since", "thread")
+    __slots__ = (
+        "is_callers",
+        "is_over",
+        "link",
+        "rest",
+        "serving_since",
+        "siblings",
+        "thread",
+    )
 
     def __init__(self, link: Link, *, is_callers: bool = False) -> None:
         self.link = link
@@ -70,6 +78,8 @@ class Turn:
         # Frames that were read and not handled, the next one last. Both the turn's thread
         # and whoever ends the turn take from it.
         self.rest: list[Any] = []
+        # All turns of a thread that waits for several connections; see `_several`.
+        self.siblings: Sequence[Turn] = ()
 
 
 def current_turn() -> Turn | None:
@@ -114,6 +124,9 @@ def about_to_compute() -> None:
 def about_to_block() -> None:
     """To be called before any other wait that may last."""
     turn = _local.turn
-    if turn is not None and not turn.is_over:
-        turn.link.end_turn(turn)
+    if turn is not None:
+        if not turn.is_over:
+            turn.link.end_turn(turn)
+        for sibling in turn.siblings:
+            sibling.link.end_turn(sibling)
     about_to_compute()

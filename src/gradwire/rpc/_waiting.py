@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gradwire.errors import UsageError
 from gradwire.rpc._calls import PendingCall
@@ -12,6 +12,7 @@ from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._network import Network
 from gradwire.rpc._peer import Peer
+from gradwire.rpc._several import Reading, read_several
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._turn import about_to_block, call_for_help, current_turn
 from gradwire.wire import thread_state_is_clean
@@ -63,6 +64,37 @@ class Waiting:
             finally:
                 link.waits_elsewhere(-1)
         return call.done
+
+    def read_for_all(self, calls: Sequence[PendingCall]) -> None:
+        """Reads what several calls wait for, all of it on this thread, if it simply can.
+
+        The thread is none of the pool, and the main thread is inside `shielded`. Calls
+        need not be done when it returns: each has to be waited for as if it were alone.
+        """
+        if current_turn() is not None or not thread_state_is_clean():
+            return
+        me = threading.get_ident()
+        readings: dict[Link, Reading] = {}
+        limit = 0.0
+        for call in calls:
+            link = call.link
+            if call.done:
+                continue
+            if link in readings:
+                readings[link].calls.append(call)
+            else:
+                peer = self._network.peer_of(link)
+                # Whoever waits for it alone says what is wrong.
+                if peer is None or link.connection.writer == me:
+                    return
+                if link.holds:
+                    link.flush()
+                readings[link] = Reading(link, call, peer.calls)
+            if call.deadline:
+                limit = min(limit or call.deadline, call.deadline)
+        if len(readings) > 1:
+            about_to_block()
+            read_several([*readings.values()], limit)
 
     def wait_for(
         self, outcome: Outcome, peer: Peer, what: str, limit: float = 0.0
@@ -119,10 +151,14 @@ class Waiting:
                 worker=peer.info.name,
             )
         turn = current_turn()
-        in_turn = turn is not None and turn.link is link and not turn.is_over
         if not thread_state_is_clean():
             return
-        if in_turn and turn is not None:
+        if (
+            turn is not None
+            and turn.link is link
+            and not turn.is_over
+            and not turn.siblings  # it would leave them unread
+        ):
             call_for_help()
             link.read_in_turn(
                 turn, outcome, limit, what, unless_under_way=unless_under_way

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
-from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._calls import PendingCall, Request
 from gradwire.rpc._context import serving_agent, serving_peer
 from gradwire.rpc._exports import for_agents, methods_for_agents
 from gradwire.rpc._future import Outcome
@@ -23,7 +23,12 @@ from gradwire.rpc._interceptors import (
 from gradwire.rpc._leftovers import Leftovers
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._remote_exceptions import describe, rebuild
-from gradwire.rpc._rref import CUT_OUTSIDE_CONTEXT, made_by, set_backward
+from gradwire.rpc._rref import (
+    CUT_OUTSIDE_CONTEXT,
+    made_by,
+    method_request,
+    set_backward,
+)
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import shown_as
 
@@ -38,12 +43,14 @@ __all__ = [
     "Outcome",
     "Peer",
     "PendingCall",
+    "Request",
     "Scope",
     "current_agent",
     "describe",
     "find_address",
     "for_agents",
     "made_by",
+    "method_request",
     "methods_for_agents",
     "rebuild",
     "register_interceptor",

@@ -225,7 +225,8 @@ def decode_value(
     Raises:
         DecodeError: If the message is malformed, or the value cannot be rebuilt here.
     """
-    if thread_state_is_clean():
+    # Without a body there are no tensors, and many functions return None.
+    if getattr(message, "body", None) is None or thread_state_is_clean():
         return _decode_value(message, head, buffers, unpack, serializer)
     with clean_thread_state():
         return _decode_value(message, head, buffers, unpack, serializer)
@@ -289,6 +290,8 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
         form, items = FLAT_TUPLE, value
     else:
         form, items = SINGLE, (value,)
+    if _PLAIN.issuperset(map(type, items)):
+        return _encode_plain(kind, message, form, items, on_tensors)
     plain = list(items)
     refs = [-1] * len(plain)
     tensors: list[torch.Tensor] = []
@@ -363,6 +366,28 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
     parts[0] = _pack_fixed(kind, 0, 0, len(control), 0)
     parts[1] = control
     return Outgoing(b"".join(parts), [], tensors)
+
+
+def _encode_plain(
+    kind: int,
+    message: Message,
+    form: int,
+    items: tuple[Any, ...],
+    on_tensors: OnTensors | None,
+) -> Outgoing | None:
+    """As `_encode_small`, for plain values alone."""
+    body = Body(form, list(items), [-1] * len(items))
+    if on_tensors is not None:
+        # As there: nothing may go wrong afterwards.
+        if not (_SAFE.issuperset(map(type, items)) or _fits_msgpack(body)):
+            return None
+        on_tensors([], set())
+    try:
+        message.body = body  # type: ignore[attr-defined]
+        control = _encode_control(message)
+    except (AttributeError, *_MSGPACK_ERRORS):
+        return None
+    return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control, [], [])
 
 
 def _flatten(value: Any, table: TensorTable) -> Body | None:

@@ -102,11 +102,11 @@ def test_waits_for_slow_things_do_not_end_the_spinning_for_quick_ones():
     link = Link(StreamConnection("test", ours, Limits()), pool, Owner())
     try:
         for _ in range(50):
-            link._gauge_of("training").note(10.0)
-            link._gauge_of("gradients").note(20e-6)
+            link.gauge_of("training").note(10.0)
+            link.gauge_of("gradients").note(20e-6)
 
-        assert not link._gauge_of("training").spin(lambda _: True)
-        assert link._gauge_of("gradients").spin(lambda _: True)
+        assert not link.gauge_of("training").spin(lambda _: True)
+        assert link.gauge_of("gradients").spin(lambda _: True)
     finally:
         link.close()
         theirs.close()
@@ -118,13 +118,13 @@ def test_gauges_of_very_many_kinds_of_waits_are_bounded():
     pool = WorkerPool("test", 1, lambda: None)
     link = Link(StreamConnection("test", ours, Limits()), pool, Owner())
     try:
-        known = link._gauge_of("known")
+        known = link.gauge_of("known")
         for number in range(10_000):
-            link._gauge_of(f"a function of its own, {number}")
+            link.gauge_of(f"a function of its own, {number}")
 
         assert len(link._gauges) < 100
-        assert link._gauge_of("known") is known
-        assert link._gauge_of("one more") is link._gauge_of("and another")
+        assert link.gauge_of("known") is known
+        assert link.gauge_of("one more") is link.gauge_of("and another")
     finally:
         link.close()
         theirs.close()

@@ -1,0 +1,179 @@
+"""One caller that reads several connections: it leaves each as it should be."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradwire.rpc._calls import PendingCall
+from gradwire.rpc._link import Link
+from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._several import Reading, read_several
+from gradwire.rpc._turn import about_to_block, current_turn
+from gradwire.transport import Frame, Limits
+from gradwire.transport._stream import StreamConnection
+
+LIMIT_S = 10.0
+
+
+class Owner:
+    """Frames are answers, and begin with the number of their call."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, PendingCall] = {}
+        self.threads: list[threading.Thread] = []
+        self.on_answer: Any = lambda: None
+
+    def is_request(self, frame: Frame) -> bool:
+        return frame.head.startswith(b"request")
+
+    def accept(self, link: Link, frame: Frame) -> Any:
+        self.threads.append(threading.current_thread())
+        if not self.is_request(frame):
+            self.on_answer()
+            self.calls[int(frame.head)].settle(bytes(frame.head), None)
+
+    def make_way(self, request: Any) -> None:
+        pass
+
+    def serve(self, link: Link, request: Any) -> None:
+        raise AssertionError("there are no requests")
+
+    def turn_begins(self, now: float) -> None:
+        pass
+
+    def link_ended(self, link: Link, reason: str) -> None:
+        pass
+
+
+class Peers:
+    """Connections, each with a call that nobody has answered."""
+
+    def __init__(self, pool: WorkerPool, stack: contextlib.ExitStack) -> None:
+        self.owner = Owner()
+        self.others: list[StreamConnection] = []
+        self.readings: list[Reading] = []
+        for number in range(3):
+            sockets = socket.socketpair()
+            other, ours = (StreamConnection("test", s, Limits()) for s in sockets)
+            link = Link(ours, pool, self.owner)
+            stack.callback(other.close)
+            stack.callback(link.close)
+            call = PendingCall(number, "it", 0.0, 0, link, lambda *_: True)
+            self.owner.calls[number] = call
+            self.others.append(other)
+            self.readings.append(Reading(link, call, [call]))
+
+    def answer(self, *numbers: int) -> None:
+        for number in numbers:
+            self.others[number].send(b"%d" % number)
+
+    def answered(self) -> list[bool]:
+        return [call.done for call in self.owner.calls.values()]
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(pool.close, LIMIT_S)
+        yield Peers(pool, stack)
+
+
+def in_a_moment() -> float:
+    return time.monotonic() + 0.1
+
+
+def test_answers_of_all_are_read_on_the_thread_that_waits(peers):
+    threading.Timer(0.05, peers.answer, (0, 1)).start()
+    threading.Timer(0.1, peers.answer, (2,)).start()
+
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+
+    assert peers.answered() == [True, True, True]
+    assert peers.owner.threads == [threading.current_thread()] * 3
+    assert current_turn() is None
+
+
+def test_turns_end_with_the_limit(peers):
+    peers.answer(1)
+
+    read_several(peers.readings, in_a_moment())
+
+    assert peers.answered() == [False, True, False]
+    for reading in peers.readings:
+        again = reading.link.take_callers_turn()
+        assert again is not None
+        reading.link.end_turn(again)
+
+
+def test_connection_that_another_reads_is_left_to_it(peers):
+    theirs = peers.readings[1].link.take_callers_turn()
+    peers.answer(0, 1, 2)
+
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+
+    assert peers.answered() == [True, False, True]
+    assert not theirs.is_over
+
+
+def test_nothing_is_read_if_others_read_everything(peers):
+    for reading in peers.readings:
+        assert reading.link.take_callers_turn() is not None
+
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+
+    assert current_turn() is None
+
+
+def test_wait_of_another_kind_gives_all_turns_away(peers):
+    """As what an answer runs when it is read may."""
+
+    def wait_elsewhere() -> None:
+        about_to_block()
+        turns = [reading.turn for reading in peers.readings]
+        assert all(turn.is_over for turn in turns)
+
+    peers.owner.on_answer = wait_elsewhere
+    peers.answer(1)
+
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+
+    assert peers.answered()[1]
+
+
+def test_reading_is_left_to_those_who_serve_if_there_is_much_to_serve(peers):
+    for _ in range(20):
+        peers.others[0].send(b"request")
+    limit = time.monotonic() + LIMIT_S
+
+    read_several(peers.readings, limit)
+
+    assert time.monotonic() < limit
+    assert threading.current_thread() not in peers.owner.threads
+
+
+def test_end_of_one_connection_leaves_the_others_alone(peers):
+    peers.others[0].close()
+    threading.Timer(0.05, peers.answer, (1, 2)).start()
+
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+
+    assert peers.answered() == [False, True, True]
+
+
+def test_what_was_finished_before_is_not_waited_for(peers):
+    for call in peers.owner.calls.values():
+        call.settle(None, None)
+    limit = time.monotonic() + LIMIT_S
+
+    read_several(peers.readings, limit)
+
+    assert time.monotonic() < limit
