@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,6 +191,39 @@ PROGRAMS = (
 @on_worker(0)
 def test_gradients_are_those_of_one_process(program, mode):
     fn.check(program, mode, exact=False)
+
+
+def random_program(seed: int) -> Callable[[], Tensor]:
+    """Fetches leaves from several workers, some of which also compute."""
+
+    def program() -> Tensor:
+        choose = random.Random(seed)
+        who_computes = choose.choice((["w1"], ["w1", "w2"], []))
+        values = [parameter("x")]
+        for _ in range(choose.randint(2, 9)):
+            to = choose.choice(("w1", "w2", "w3"))
+            kind = choose.choice(("one", "one", "one", "two", "large", "computed"))
+            if kind == "two":
+                values += call(to, get_two)
+            elif kind == "large":
+                values.append(call(to, get_large)[: fn.SIZE, : fn.SIZE])
+            elif kind == "computed" and to in who_computes:
+                values.append(call(to, handlers.affine, choose.choice(values)))
+            else:
+                values.append(fetch(to, choose.choice(("weight", "bias"))))
+        total = parameter("x") * 0
+        for value in choose.sample(values, choose.randint(1, len(values))):
+            other = choose.choice(values)
+            total = total + torch.tanh(value) * (other + choose.uniform(-1, 1))
+        return total.sum()
+
+    return program
+
+
+@pytest.mark.parametrize("seed", range(40))
+@on_worker(0)
+def test_random_programs_are_those_of_one_process(seed):
+    fn.check(random_program(seed), "dictionary", exact=False)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -306,6 +306,24 @@ def test_requires_grad_and_zero_grad_reach_the_parameters():
 
 
 @on_worker(0)
+def test_requires_grad_and_zero_grad_reach_parts_on_third_workers():
+    module = RemoteModule("w1", fn.Nested, ("w2", 1))
+    inner = module.there
+
+    module.requires_grad_(False)
+    assert ask(inner, fn.requires_grad) == {False}
+    assert not module(fn.batch()).requires_grad
+
+    module.requires_grad_()
+    module(fn.batch()).sum().backward()
+    assert None not in ask(inner, fn.gradients).values()
+    module.zero_grad(set_to_none=False)
+    assert not any(g.any() for g in ask(inner, fn.gradients).values())
+    module.zero_grad()
+    assert set(ask(inner, fn.gradients).values()) == {None}
+
+
+@on_worker(0)
 def test_apply_runs_the_function_on_the_owner():
     module = remote_layer("w1", 1, Block)
     model = nn.Sequential(nn.Linear(SIZE, SIZE), module)

@@ -40,6 +40,9 @@ __all__ = [
     "set_attribute",
 ]
 
+_OF_PARAMETERS = frozenset(("requires_grad_", "zero_grad"))
+"""Methods of modules that go through all parameters."""
+
 ParameterRef = RRef[Tensor]
 Metadata = Mapping[str, dict[str, Any]]
 
@@ -125,6 +128,11 @@ def call_method(
     if device != "cpu":
         args, kwargs = move((args, kwargs), device)
     result = method_of(rref, name)(*args, **kwargs)
+    if name in _OF_PARAMETERS:
+        # Torch asks the tensors that are here; parts on other workers are modules, too.
+        for part in module.modules():
+            if isinstance(part, StandIn):
+                getattr(part, name)(*args, **kwargs)
     if isinstance(result, torch.futures.Future) and not isinstance(result, Future):
         result = _make_awaitable(result)
     if inspect.isawaitable(result):
