@@ -198,6 +198,18 @@ def test_other_errors_arrive_as_text(kind, name):
     assert str(caught.value).startswith(name)
 
 
+@pytest.mark.parametrize("way", [(), ("w2",)], ids=["at once", "on the way"])
+@on_safe_worker
+def test_key_that_was_not_found_is_quoted_once(way):
+    with pytest.raises(KeyError) as caught:
+        if way:
+            rpc.rpc_sync("w1", fn.call_on, (*way, "safe_functions:fail", "key"))
+        else:
+            rpc.rpc_sync("w1", fn.fail, ("key",))
+
+    assert caught.value.args == ("key",)
+
+
 @on_safe_worker
 def test_errors_pass_through_a_worker_in_between():
     with pytest.raises(ValueError, match="bad value") as caught:

@@ -54,7 +54,7 @@ def describe(
         # So does this one, whose class cannot be combined with ours.
         worker = str(vars(error)["worker"])
     if is_safe:
-        return worker, name, _text_of(error), "", BY_NAME
+        return worker, name, _key_of(error) or _text_of(error), "", BY_NAME
     trace = "".join(traceback.format_exception(error))
     return worker, name, _text_of(error), trace, _pickled(error)
 
@@ -114,6 +114,15 @@ def _text_of(error: BaseException) -> str:
         return cls.__str__(error)
     except Exception:
         return f"<{cls.__name__} whose text cannot be made>"
+
+
+def _key_of(error: BaseException) -> str:
+    """The key that was not found, if it is a text: who gets it puts it in quotes again."""
+    if _original_type(type(error)) is KeyError and len(error.args) == 1:
+        (key,) = error.args
+        if type(key) is str:
+            return key
+    return ""
 
 
 # An exception travels as (class, arguments, state), as long as that is what its own
