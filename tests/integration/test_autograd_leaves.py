@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,6 +169,11 @@ def through_another() -> Tensor:
     return (fetch("w1", "weight") @ w).sum()
 
 
+def one_gradient_for_two() -> Tensor:
+    """Each gets a view of it."""
+    return (fetch("w1", "weight").view(-1) + fetch("w1", "bias").view(-1)).sin().sum()
+
+
 def of_myself() -> Tensor:
     return (fetch("w0", "bias") * fetch("w1", "bias")).sum()
 
@@ -322,6 +329,75 @@ def test_who_computes_with_gradients_gets_them_at_once():
 
     assert found["PassStart"] == 1
     assert found["nodes"] == 2
+
+
+def triple_gradient(name: str) -> None:
+    gradient = parameter(name).grad
+    assert gradient is not None
+    gradient.mul_(3)
+
+
+@on_worker(0)
+def test_gradients_of_two_leaves_share_no_memory():
+    with autograd.context(accumulate="grad") as ctx:
+        ctx.backward(one_gradient_for_two())
+    call("w1", triple_gradient, "weight")
+
+    found = fn.fetch_grad()["w1"]
+    assert found["weight"] is not None and found["bias"] is not None
+    torch.testing.assert_close(found["weight"], 3 * found["bias"])
+
+
+def dense_gradient(ctx: int, name: str) -> Tensor:
+    return autograd.get_gradients(ctx)[parameter(name)].to_dense()
+
+
+@on_worker(0)
+def test_sparse_gradients_of_leaves():
+    def program() -> Tensor:
+        rows, table = torch.tensor([1, 2, 2]), fetch("w1", "weight")
+        found = torch.nn.functional.embedding(rows, table, sparse=True)
+        return (found * fetch("w1", "bias")).sum()
+
+    with autograd.context() as ctx:
+        ctx.backward(program())
+        found = [
+            fn.outside(call, "w1", dense_gradient, int(ctx), name)
+            for name in ("weight", "bias")
+        ]
+
+    expected = fn.in_one_process(lambda: program().backward()).gradients["w1"]
+    for name, gradient in zip(("weight", "bias"), found, strict=True):
+        value = expected[name]
+        assert value is not None
+        torch.testing.assert_close(gradient, value.to_dense())
+
+
+@on_worker(0)
+def test_call_of_another_thread_during_a_pass_can_be_used_in_the_next_one():
+    late: list[Tensor] = []
+
+    def call_again() -> None:
+        """In another thread; what is called in a backward itself cannot be used in it."""
+        run = contextvars.copy_context().run
+        thread = threading.Thread(
+            target=run, args=(lambda: late.append(fetch("w1", "bias").sum()),)
+        )
+        thread.start()
+        thread.join(20)
+
+    with autograd.context() as ctx:
+        # The later one is answered first, so that something is held meanwhile.
+        first = handlers.run_in_backward(fetch("w1", "weight"), call_again)
+        ctx.backward((first * fetch("w1", "bias")).sum())
+        ctx.backward(late[0])
+        found = fn.fetch_dictionary(ctx)
+
+    def alone() -> None:
+        (fetch("w1", "weight") * fetch("w1", "bias")).sum().backward()
+        fetch("w1", "bias").sum().backward()
+
+    fn.assert_same(found, fn.in_one_process(alone).gradients, exact=False)
 
 
 # ----------------------------------------------------------------- where it is not simple

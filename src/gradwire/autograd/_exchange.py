@@ -106,6 +106,11 @@ class Exchange:
         # written; likewise.
         self.unfinished: set[Note | Scope] = set()
 
+    def tell_held(self, side: Side) -> None:
+        """Tells what was held in a pass that is on, before something else is sent."""
+        if (run := side.run) is not None:
+            self.telling.held(run)
+
     def finish_sends(self) -> None:
         """Makes the nodes of all that has left: what comes next may change its tensors."""
         for message in list(self.unfinished):
@@ -467,9 +472,10 @@ class Exchange:
             for number, answer in self._read_answers(message, frame):
                 pass_id = PassId(message.starter, message.number)
                 is_last = message.is_last
-                part = part or self.on_answer(
+                found = self.on_answer(
                     side, pass_id, number, answer, is_last, peer.info.id
                 )
+                part = part or found
         frame.buffers.clear()
         if message.start is None:
             return part
@@ -687,8 +693,6 @@ class Exchange:
             is_here = run is not None and run.pass_.id == pass_id
             outcomes, part = self._break(run if is_here else None, error)
         del part  # and the graph with it, which may run any code
-        if run is not None and is_here:
-            self.telling.starts(run)
         self._after_end(side, run if is_here else None, instructions)
         for outcome in outcomes:
             outcome.finish(None, error)
@@ -726,8 +730,7 @@ class Exchange:
                 is_over = run is not None and side.run is not run
                 outcomes, part = self._break(run if is_over else None, error)
             del part  # as in `_fail`
-            if run is not None and is_over:
-                self.telling.starts(run)
+            if is_over:
                 self._after_end(side, run, instructions)
             for outcome in outcomes:
                 outcome.finish(None, error)

@@ -46,7 +46,10 @@ def gradients_of_leaves(
                 return None
             found.append((leaf, gradient))
     leaves = [leaf for leaf, _ in found]
-    if len({id(leaf) for leaf in leaves}) < len(leaves) or wrappers_among(leaves):
+    if len({id(leaf) for leaf in leaves}) < len(leaves):
+        return None
+    # Also those that got none: others average with us all the same.
+    if wrappers_among([leaf for _, leaving in sends for leaf, _ in leaving]):
         return None
     return found
 

@@ -476,6 +476,9 @@ class ContextState:
         current = self.current
         if current is None or current.id != pass_id:
             if pass_id.number > self.latest.get(pass_id.starter, -1):
+                # It will not begin here any more. What is sent from now on is none of its.
+                if self.begun is None or pass_id.number > self.begun.number:
+                    self.begun = pass_id
                 return self._forget(pass_id, cause)
             return []
         self.current = None

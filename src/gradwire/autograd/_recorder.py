@@ -148,6 +148,7 @@ class Recorder(Interceptor):
         if history:
             header.flags |= MESSAGE_HAS_HISTORY
         if side is not None:
+            exchange.tell_held(side)  # what comes back must not be older than it
             header.key, header.incarnation = side.name
             if side.into_grad:
                 header.flags |= CONTEXT_KEEPS_GRAD

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
+import torch
 from torch import Tensor
 
 from gradwire.autograd._engine import Destination
@@ -114,6 +115,10 @@ class Run:
 
         Who waits has told all that was held; what comes later must not wait behind it.
         """
+        if not all([g.layout is torch.strided and g.is_cpu for g in answer.gradients]):
+            return (
+                False  # what is sparse has no size; a stream may still write the others
+            )
         nbytes = sum([gradient.nbytes for gradient in answer.gradients])
         with self.side.lock:
             held = self._held.get(peer)
@@ -138,14 +143,16 @@ class Run:
         """The workers that may hear of the pass with the gradients for them.
 
         They have sent us leaves, and got nothing: they only wait for what we ship. (What
-        they got is not known of a graph that is retained.)
+        they got is not known of a graph that is retained.) And there is nobody else: a
+        worker that computes may fail, and the news of that must not be faster.
         """
         may_wait = {recv.peer for recv in self.recvs if recv.may_wait}
         if not may_wait or self.retain:
             return set()
-        may_wait &= self.children.keys()
         may_wait -= {recv.peer for recv in self.recvs if not recv.may_wait}
         may_wait -= set(self.pass_.sends.values())
+        if may_wait != self.children.keys():
+            return set()
         self._held = {peer: Held(is_start=True) for peer in may_wait}
         return may_wait
 

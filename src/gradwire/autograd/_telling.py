@@ -168,24 +168,19 @@ class Telling:
     def held(self, run: Run) -> None:
         """Tells what was held of a pass; whoever cannot be told of it makes it fail."""
         for to, held in run.take_held().items():
-            if not held.answers:
-                error = self.send(to, self._encode_start(run))
-            elif len(held.answers) == 1:
-                ((number, answer),) = held.answers
-                error = self.gradients(run, to, number, answer, is_start=held.is_start)
-            else:
-                error = self.send(to, self._encode_held(run, held))
+            if run.failure is not None:
+                return  # who does not know of the pass has been told that it failed
+            error = self._tell_held(run, to, held)
             if error is not None and held.is_start:
                 self._exchange.abort(run.side, run, error)
 
-    def starts(self, run: Run) -> None:
-        """A pass has failed: who was to hear of it with its gradients hears of it first.
-
-        As everybody does: what it had sent was used up, and its next messages say so.
-        """
-        for to, held in run.take_held().items():
-            if held.is_start:
-                self.send(to, self._encode_start(run))
+    def _tell_held(self, run: Run, to: int, held: Held) -> GradwireError | None:
+        if not held.answers:
+            return self.send(to, self._encode_start(run))
+        if len(held.answers) > 1:
+            return self.send(to, self._encode_held(run, held))
+        ((number, answer),) = held.answers
+        return self.gradients(run, to, number, answer, is_start=held.is_start)
 
     def _encode_held(self, run: Run, held: Held) -> Outgoing:
         start = run.destination, run.retain, run.create_graph, run.autocast
@@ -196,7 +191,7 @@ class Telling:
             not run.retain,
             start if held.is_start else None,
         )
-        values = tuple([g for _, answer in held.answers for g in answer.gradients])
+        values = _apart([g for _, answer in held.answers for g in answer.gradients])
         if not values:
             return encode(out)
         return encode(out, values, None, None, self._agent.serializer)
@@ -217,3 +212,17 @@ class Telling:
         except GradwireError as error:
             return error.with_traceback(None)  # it holds the frames of our callers
         return None
+
+
+def _apart(gradients: list[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients of several messages, which must not share memory where they arrive.
+
+    In one message they would; and torch may take each of them for a ``.grad`` as it is.
+    """
+    seen: set[int] = set()
+    apart = []
+    for gradient in gradients:
+        place = gradient.untyped_storage().data_ptr()
+        apart.append(gradient.clone() if place in seen else gradient)
+        seen.add(place)
+    return tuple(apart)

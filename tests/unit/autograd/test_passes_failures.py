@@ -196,6 +196,14 @@ def test_start_that_comes_after_the_abort_is_answered_with_it():
     assert state.current is None
 
 
+def test_message_after_the_abort_of_a_pass_that_never_began_is_not_of_it():
+    state = make_state(PARENT)
+
+    state.fail(FIRST, CAUSE, PARENT)
+
+    assert state.begun == FIRST
+
+
 def test_start_that_comes_again_after_a_failure_is_answered_with_it():
     state = make_state(PARENT)
     join(state)
