@@ -115,10 +115,9 @@ class Run:
 
         Who waits has told all that was held; what comes later must not wait behind it.
         """
+        # What is sparse has no size, and a stream may still write what is on a device.
         if not all([g.layout is torch.strided and g.is_cpu for g in answer.gradients]):
-            return (
-                False  # what is sparse has no size; a stream may still write the others
-            )
+            return False
         nbytes = sum([gradient.nbytes for gradient in answer.gradients])
         with self.side.lock:
             held = self._held.get(peer)

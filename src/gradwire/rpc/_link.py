@@ -96,7 +96,7 @@ class Link:
         # Only who reads changes these two.
         self._num_read = 0
         self._is_receiving = False  # and what came is not counted yet
-        self.is_ready = self._is_any_ready = readiness(self.fileno)
+        self._is_ready = self._is_any_ready = readiness(self.fileno)
         self._poller_fileno = pool.poller.fileno()
         if self._poller_fileno is not None:  # for who leads: others need it, too
             self._is_any_ready = readiness(self.fileno, self._poller_fileno)
@@ -222,7 +222,7 @@ class Link:
             # Whoever waits for what this thread has read needs the interpreter now.
             if has_answers:
                 return
-            look = self._is_any_ready if self._pool.leads else self.is_ready
+            look = self._is_any_ready if self._pool.leads else self._is_ready
             ready = self._gauge.spin(look)
             if not ready or self._others_call(ready):
                 return
@@ -479,7 +479,7 @@ class Link:
     def _wait(self, deadline: float, gauge: SpinGauge) -> None:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
-        is_ready = self._is_any_ready if self._pool.leads else self.is_ready
+        is_ready = self._is_any_ready if self._pool.leads else self._is_ready
         ready = None if self.num_waiting else gauge.spin(is_ready)
         if not ready:
             left = deadline - time.monotonic() if deadline else SLICE_S

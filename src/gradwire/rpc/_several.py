@@ -102,10 +102,9 @@ def _read_until_done(readings: list[Reading], limit: float) -> None:
 
 def _wait(readings: list[Reading], gauge: SpinGauge, limit: float) -> Ready:
     """Waits until there is something to read anywhere, for a while; see `Link`."""
-    if len(readings) == 1:
-        is_ready = readings[0].link.is_ready
-    else:
-        is_ready = readiness(*[reading.link.fileno for reading in readings])
+    # Of its own: a signal handler may call, and give the turn to a thread that waits with
+    # what the link has for that, while this one is still in there.
+    is_ready = readiness(*[reading.link.fileno for reading in readings])
     start = time.perf_counter()
     may_spin = True
     for reading in readings:
