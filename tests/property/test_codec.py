@@ -8,11 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from gradwire.errors import DecodeError, ProtocolError
-from gradwire.wire import PICKLE, Call, Reply, decode_control, decode_value, encode
+from gradwire.wire import (
+    PICKLE,
+    Call,
+    Reply,
+    decode_control,
+    decode_value,
+    describe_small,
+    encode,
+    encode_small,
+    plain_body,
+)
 from gradwire.wire._dtypes import CODE_OF_DTYPE
 from loopback import assert_same_tensor, decode, raw_bytes, receive, roundtrip
 
@@ -106,6 +116,55 @@ def test_single_value_round_trip(value):
 )
 def test_nested_round_trip(value):
     assert _same(roundtrip(value), value)
+
+
+@relaxed
+@given(tensors())
+def test_tensor_that_goes_alone_is_the_same_bytes_as_on_the_long_way(tensor):
+    meta = describe_small(tensor)
+    if meta is None:
+        assume(False)
+        return
+
+    head = encode_small(Reply(7, {"layer": b"header"}), meta, tensor)
+
+    expected = encode(Reply(7, {"layer": b"header"}), tensor)
+    assert (head, expected.buffers) == (expected.head, [])
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.detach, torch.nn.Parameter])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_flags_of_a_tensor_that_goes_alone_are_those_of_the_long_way(
+    make, requires_grad
+):
+    tensor = make(torch.arange(6.0).reshape(2, 3)).requires_grad_(requires_grad)
+    meta = describe_small(tensor)
+    assert meta is not None
+
+    assert encode_small(Reply(7), meta, tensor) == encode(Reply(7), tensor).head
+
+
+@relaxed
+@given(st.lists(plain_values | tensors(), max_size=5).map(tuple))
+def test_plain_arguments_are_the_same_bytes_as_on_the_long_way(value):
+    body = plain_body(value)
+    expected = encode(Call(7, 0.0, "module:name"), value)
+
+    if body is None:
+        found: Any = decode_control(expected.head)[0]
+        assert found.body.form == PICKLE.form or found.body.tensors
+    else:
+        message = Call(7, 0.0, "module:name", 0, None, body)
+        assert encode(message).head == expected.head
+
+
+class Number(int):
+    """Not a plain value: its class must arrive as well."""
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, "\ud800", Number(3), [1]])
+def test_values_that_are_not_quite_plain_are_no_plain_arguments(value):
+    assert plain_body((1, value)) is None
 
 
 @st.composite

@@ -102,6 +102,8 @@ class StreamConnection(Connection):
         self._write_lock = threading.Lock()
         self.writer = 0
         self._written = 0  # of the queue's begin, not taken off yet
+        # Nothing has to be done before a write; see `send`.
+        self._writes_directly = type(self).flush is StreamConnection.flush
 
         # Reading: touched by the one thread that reads at a time.
         self._buffer = bytearray(max(_READ_BYTES, len(leftover)))
@@ -145,8 +147,35 @@ class StreamConnection(Connection):
         data = _pack_header(len(head), 0, _DATA, _MARK) + head
         if self._borrowed.has_returns:
             data = self._returns() + data
-        self._queue.append(data)
-        if not hold:
+        queue = self._queue
+        queue.append(data)
+        if hold:
+            return None
+        # As `flush` does, written out for what is alone and fits, as most of it does. The
+        # rest, and whatever went wrong, is left in the queue for it.
+        lock = self._write_lock
+        if self._writes_directly and len(queue) == 1 and lock.acquire(False):
+            try:
+                self.writer = _get_ident()
+                # It may have been sent meanwhile, and what is alone now be another one's.
+                if (
+                    len(queue) == 1
+                    and queue[0] is data
+                    and not self._written
+                    and not self._closed
+                ):
+                    size = len(data)
+                    (self._written,) = map(self._sock.send, (data,))
+                    if self._written == size:
+                        self._written = 0
+                        del queue[0]
+                        self._bytes_sent += size
+            except OSError:
+                pass
+            finally:
+                self.writer = 0
+                lock.release()
+        if queue:
             self.flush()
         return None
 
@@ -432,7 +461,20 @@ class StreamConnection(Connection):
         """
         self._start = self._stop = 0
         view = self._view
-        count = self._read(view)
+        if not self._shares_memory:
+            count = self._read(view)
+        else:  # as `_read` does, written out for the case that nothing special happens
+            try:
+                ((count, ancillary, flags, _),) = map(
+                    self._sock.recvmsg_into, ((view,),), _ANCILLARY_BYTES, _CLOEXEC
+                )
+                self._stop = count
+                if ancillary or not count or flags & _TRUNCATED:
+                    self._note_what_came(count, ancillary, flags)
+            except OSError as error:
+                self._note_failed_read(error)
+                count = 0
+            self.bytes_received += count
         if count < self._capacity and not self._descriptors:
             self.is_drained = True
             head_bytes = count - _HEADER_BYTES
@@ -476,20 +518,29 @@ class StreamConnection(Connection):
                 self._long_filled += count
             else:
                 self._stop += count
-        except (BlockingIOError, InterruptedError):
-            return 0
         except OSError as error:
-            problem = f"reading failed: {error.strerror or error}"
-            self.end = self.end or self._write_failure or problem
+            self._note_failed_read(error)
             return 0
         self.bytes_received += count
+        if ancillary or not count or flags & _TRUNCATED:
+            self._note_what_came(count, ancillary, flags)
+        return count
+
+    def _note_failed_read(self, error: OSError) -> None:
+        if not isinstance(error, (BlockingIOError, InterruptedError)):
+            problem = f"reading failed: {error.strerror or error}"
+            self.end = self.end or self._write_failure or problem
+
+    def _note_what_came(
+        self, count: int, ancillary: list[tuple[int, int, bytes]], flags: int
+    ) -> None:
+        """A read has brought more than bytes, or none."""
         if flags & _TRUNCATED:
             self._has_missed_some = True
         if ancillary:
             self._keep_descriptors(ancillary)
         if not count:
             self.end = self.end or self._write_failure or CLOSED
-        return count
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
         self._descriptors.extend(descriptors_in(ancillary))

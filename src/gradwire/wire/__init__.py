@@ -12,13 +12,17 @@ from gradwire.wire._codec import (
     Outgoing,
     decode_control,
     decode_value,
+    describe_small,
     encode,
+    encode_small,
     peek_kind,
+    plain_body,
     tracked_tensors,
 )
 from gradwire.wire._devices import move
 from gradwire.wire._functions import name_of, resolve
 from gradwire.wire._messages import (
+    FLAT_TUPLE,
     Body,
     Call,
     Failure,
@@ -46,6 +50,7 @@ from gradwire.wire._torch_private import (
 )
 
 __all__ = [
+    "FLAT_TUPLE",
     "INLINE_BYTES",
     "NO_VALUE",
     "PICKLE",
@@ -69,11 +74,14 @@ __all__ = [
     "clean_thread_state",
     "decode_control",
     "decode_value",
+    "describe_small",
     "encode",
+    "encode_small",
     "kind_of",
     "move",
     "name_of",
     "peek_kind",
+    "plain_body",
     "register_message",
     "resolve",
     "set_compiler",

@@ -35,7 +35,7 @@ from gradwire.wire._messages import (
     kind_of,
 )
 from gradwire.wire._pickle import Packer
-from gradwire.wire._rebuild import rebuild_tensors
+from gradwire.wire._rebuild import rebuild_one, rebuild_tensors
 from gradwire.wire._serializers import PICKLE, Serializer
 from gradwire.wire._tensors import (
     COALESCED,
@@ -62,8 +62,11 @@ __all__ = [
     "Outgoing",
     "decode_control",
     "decode_value",
+    "describe_small",
     "encode",
+    "encode_small",
     "peek_kind",
+    "plain_body",
     "tracked_tensors",
 ]
 
@@ -149,7 +152,10 @@ def encode(
     kind = kind_of(type(message))
     try:
         if value is NO_VALUE:
-            return _join(kind, message, b"", [], [], [])
+            control = _encode_control(message)
+            if len(control) > _MAX_PART_BYTES:
+                raise _too_large(control, b"")
+            return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control, [], [])
         if thread_state_is_clean():
             return _encode_small(
                 kind, message, value, on_tensors
@@ -368,6 +374,57 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
     return Outgoing(b"".join(parts), [], tensors)
 
 
+def describe_small(tensor: torch.Tensor) -> TensorMeta | None:
+    """The metadata of a tensor that goes alone, and is small and ordinary; else None.
+
+    For `encode_small`. The state of the thread must be clean.
+    """
+    code = _REAL_CODE_OF_DTYPE.get(tensor.dtype)
+    shape = tensor.shape
+    try:
+        if (
+            code is None
+            or not tensor.is_cpu
+            or tensor.layout is not _STRIDED
+            or not 0 < tensor.nbytes <= INLINE_BYTES
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or 1 in shape
+            or not tensor.data_ptr()
+        ):
+            return None
+    except RuntimeError:
+        return None  # as in `_encode_small`
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    if type(tensor) is _Parameter:
+        flags |= PARAMETER
+    return TensorMeta(code, shape, None, 0, 0, flags)
+
+
+def encode_small(message: Message, meta: TensorMeta, tensor: torch.Tensor) -> bytes:
+    """The head of a message whose value is one tensor, and that needs no buffers.
+
+    Args:
+        message: Its ``body`` is set.
+        meta: What `describe_small` gave; its flags may have been changed.
+        tensor: The tensor.
+    """
+    nbytes = tensor.nbytes
+    message.body = Body(SINGLE, [None], [0], [meta], [nbytes])  # type: ignore[attr-defined]
+    control = _encode_control(message)
+    fixed = _pack_fixed(kind_of(type(message)), 0, 0, len(control), 0)
+    return b"".join((fixed, control, bytes_at(tensor.data_ptr(), nbytes)))
+
+
+def plain_body(items: tuple[Any, ...]) -> Body | None:
+    """A value that is a tuple of nothing but plain values; None if it is not, or too big."""
+    if not _PLAIN.issuperset(map(type, items)):
+        return None
+    body = Body(FLAT_TUPLE, [*items], [-1] * len(items))
+    is_fit = _SAFE.issuperset(map(type, items)) or _fits_msgpack(body)
+    return body if is_fit else None
+
+
 def _encode_plain(
     kind: int,
     message: Message,
@@ -442,12 +499,16 @@ def _join(
 ) -> Outgoing:
     control = _encode_control(message)
     if len(control) > _MAX_PART_BYTES or len(payload) > _MAX_PART_BYTES:
-        raise EncodeError(
-            f"a value without its tensors must stay below {_MAX_PART_BYTES} bytes, found "
-            f"{len(control)} and {len(payload)}; send bulk data as tensors"
-        )
+        raise _too_large(control, payload)
     fixed = _pack_fixed(kind, 0, 0, len(control), len(payload))
     return Outgoing(b"".join([fixed, control, payload, *inline]), buffers, tensors)
+
+
+def _too_large(control: bytes, payload: bytes) -> EncodeError:
+    return EncodeError(
+        f"a value without its tensors must stay below {_MAX_PART_BYTES} bytes, found "
+        f"{len(control)} and {len(payload)}; send bulk data as tensors"
+    )
 
 
 def _decode_value(
@@ -470,6 +531,16 @@ def _decode_value(
             )
         return NO_VALUE, []
     try:
+        # A shortcut, for what many values are.
+        if (
+            body.form == SINGLE
+            and body.refs == _ONE_TENSOR
+            and len(body.plain) == 1
+            and not (payload_bytes or buffers)
+        ):
+            tensor = rebuild_one(body, head, end)
+            if tensor is not None:
+                return tensor, [tensor]
         tensors = rebuild_tensors(body, head, end, buffers)
     except GradwireError:
         raise

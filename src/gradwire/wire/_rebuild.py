@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from gradwire.wire._messages import Body, TensorMeta
 
-__all__ = ["rebuild_tensors"]
+__all__ = ["rebuild_one", "rebuild_tensors"]
 
 _KNOWN_FLAGS = REQUIRES_GRAD | PARAMETER | COALESCED | TRACKED
 _MAX_NBYTES = 2**63 - 1
@@ -92,6 +92,36 @@ def rebuild_tensors(
             tensor = _apply_flags(tensor, meta)
         tensors.append(tensor)
     return tensors
+
+
+def rebuild_one(body: Body, head: bytes, start: int) -> torch.Tensor | None:
+    """Makes the only tensor of a message, if it is contiguous and inline.
+
+    Nothing but speed, as `_rebuild_small`.
+    """
+    if len(body.tensors) != 1:
+        return None
+    meta = body.tensors[0]
+    shape, flags = meta.shape, meta.flags
+    if (
+        meta.strides is not None
+        or meta.offset
+        or meta.layout
+        or meta.storage
+        or len(shape) > _MOST_SIZES
+    ):
+        return None
+    dtype, nbytes = DTYPES.get(meta.dtype, _NO_DTYPE)
+    nbytes *= math.prod(shape)
+    if (
+        not 0 < nbytes <= INLINE_BYTES
+        or body.storages != [nbytes]
+        or start + nbytes != len(head)
+    ):
+        return None
+    tensor = _empty(shape, dtype=dtype)
+    _memmove(tensor.data_ptr(), head[start:], nbytes)
+    return _apply_flags(tensor, meta) if flags and flags != TRACKED else tensor
 
 
 def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | None:

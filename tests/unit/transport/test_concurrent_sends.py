@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
+from typing import Any
 
 import pytest
 
@@ -52,3 +54,29 @@ def test_frames_of_many_threads_all_arrive():
     for number in range(NUM_THREADS):
         mine = [head for head in received if head.startswith(b"%d " % number)]
         assert mine == [b"%d %d" % (number, frame) for frame in range(NUM_FRAMES)]
+
+
+def test_frame_that_another_thread_has_sent_meanwhile_is_not_sent_again():
+    """The interpreter may switch to others right when a frame is in the queue."""
+    ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
+
+    class Queue(deque[Any]):
+        def append(self, part: Any) -> None:
+            super().append(part)
+            if bytes(part).endswith(b"first"):
+                other = threading.Thread(target=send_others)
+                other.start()
+                other.join()
+
+    def send_others() -> None:
+        ours.send(b"second")  # and the first with it
+        ours.send(b"third", hold=True)
+
+    ours._queue = Queue()  # type: ignore[attr-defined]
+    ours.send(b"first")
+    ours.flush()
+
+    heads = [bytes(frame.head) for frame in theirs.receive()]
+    assert heads == [b"first", b"second", b"third"]
+    ours.close()
+    theirs.close()
