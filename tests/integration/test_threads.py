@@ -165,6 +165,21 @@ def call_behind_blocked(
     return [flood_s, single_s]
 
 
+def longest_of(to: str, number: int) -> float:
+    """The time of the longest one of so many short calls, one after the other."""
+    longest = 0.0
+    for i in range(number):
+        start = time.monotonic()
+        assert call(to, functions.echo, i) == i
+        longest = max(longest, time.monotonic() - start)
+    return longest
+
+
+def block_in_call(name: str) -> Any:
+    """Blocks in a call to another worker."""
+    return call("w3", functions.block_until_set, name)
+
+
 def measure_timeout(to: str, name: str, timeout: float) -> float:
     start = time.monotonic()
     try:
@@ -355,6 +370,30 @@ def test_blocked_handlers_do_not_delay_other_requests(make_cluster, block, numbe
     times = cluster.run(0, call_behind_blocked, "w1", block, "held", number)
 
     assert max(times) < PROMPT_S
+
+
+@pytest.mark.parametrize(
+    ("block", "where"),
+    [(functions.block_until_set, 0), (block_in_read, 0), (block_in_call, 3)],
+)
+def test_handler_that_blocks_for_one_caller_does_not_delay_others(
+    make_cluster, block, where
+):
+    cluster = make_cluster(4)
+    for _ in range(3):
+        # Served in turn, by a thread that keeps all three connections.
+        chats = [cluster.start(rank, longest_of, "w0", 200) for rank in (1, 2, 3)]
+        for chat in chats:
+            chat.result()
+        blocked = cluster.start(1, call, "w0", block, "held")
+        chats = [cluster.start(rank, longest_of, "w0", 200) for rank in (2, 3)]
+        assert max(chat.result() for chat in chats) < PROMPT_S
+
+        cluster.run(where, functions.wait_until_blocked, "held")
+        cluster.run(where, release_reads, "held", 1)
+        cluster.run(where, functions.set_event, "held")
+        blocked.result()
+        cluster.run(where, functions.forget_events)
 
 
 def test_blocked_handlers_do_not_delay_replies(make_cluster):

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from gradwire.errors import ProtocolError
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._round import take_turns
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import Ready, SpinGauge, readiness
 from gradwire.rpc._turn import (
@@ -90,16 +91,17 @@ class Link:
         self._pool = pool
         self._owner = owner
         self.fileno = connection.fileno()
-        self._gauge = SpinGauge()  # for what comes unasked
+        self.gauge = SpinGauge()  # for what comes unasked
         self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
-        # Only who reads changes these two.
+        # Only who reads changes these.
+        self.has_woken = False
         self._num_read = 0
         self._is_receiving = False  # and what came is not counted yet
-        self._is_ready = self._is_any_ready = readiness(self.fileno)
+        self.is_ready = self.is_any_ready = readiness(self.fileno)
         self._poller_fileno = pool.poller.fileno()
         if self._poller_fileno is not None:  # for who leads: others need it, too
-            self._is_any_ready = readiness(self.fileno, self._poller_fileno)
+            self.is_any_ready = readiness(self.fileno, self._poller_fileno)
         # Guards all below: readers, senders, those who handle what was read, or look.
         self._lock = threading.Lock()
         self._reader: object | None = None
@@ -177,6 +179,17 @@ class Link:
 
     def _on_event(self, readable: bool, writable: bool) -> None:
         """The poller is quiet about this link until it is armed again."""
+        turn = self.take_pools_turn(readable, writable)
+        if turn is not None:  # else a caller reads; it arms the link when it is done
+            event = take_turns(turn, self._pool)
+            if event is not None:
+                self._pool.handle(event)
+
+    def take_pools_turn(self, readable: bool, writable: bool) -> Turn | None:
+        """The turn for a thread of the pool that was told of an event.
+
+        None if there is nothing to read, or another thread does.
+        """
         turn = None
         with self._lock:
             # One-shot: what was not reported has to be asked for again.
@@ -190,42 +203,31 @@ class Link:
                 self._reader = self._turn = turn = Turn(self)
         if writable:
             self.flush()
-        if turn is not None:  # else a caller reads; it arms the link when it is done
-            self._gauge.note(time.perf_counter() - self._quiet_since)
-            set_turn(turn)
-            try:
-                self._take_turn(turn)
-            finally:
-                set_turn(None)
-                self.end_turn(turn)
+        if turn is not None:
+            self.gauge.note(time.perf_counter() - self._quiet_since)
+        return turn
 
-    def _take_turn(self, turn: Turn) -> None:
-        """Reads and serves, as long as there is more very soon."""
-        while True:
-            frames = self._receive()
-            has_answers = False
-            if frames:
-                if self.num_waiting:
-                    has_answers = not all(map(self._owner.is_request, frames))
-                self._work_off(frames, turn)
-                with self._lock:
-                    if turn.is_over:
-                        return
-                    turn.serving_since = 0.0
-            else:
-                self.end_if_over()
-            if self.connection.end is not None or self._pool.has_work:
-                return
-            if self.holds:
-                self.flush()
-            self._quiet_since = time.perf_counter()
-            # Whoever waits for what this thread has read needs the interpreter now.
-            if has_answers:
-                return
-            look = self._is_any_ready if self._pool.leads else self._is_ready
-            ready = self._gauge.spin(look)
-            if not ready or self._others_call(ready):
-                return
+    def serve_in_turn(self, turn: Turn) -> bool:
+        """Reads and serves what there is; returns whether the turn goes on.
+
+        ``has_woken`` tells afterwards whether somebody waited for what was read.
+        """
+        frames = self._receive()
+        self.has_woken = False
+        if frames:
+            if self.num_waiting:
+                self.has_woken = not all(map(self._owner.is_request, frames))
+            self._work_off(frames, turn)
+            if not self.reads_again(turn):
+                return False
+        else:
+            self.end_if_over()
+        if self.connection.end is not None:
+            return False
+        if self.holds:
+            self.flush()
+        self._quiet_since = time.perf_counter()
+        return True
 
     def end_turn(
         self, turn: Turn, *, later: bool = False, if_since: float | None = None
@@ -434,8 +436,11 @@ class Link:
     ) -> None:
         if outcome.done:  # whoever has read before us has seen to it
             return
-        # The answer to a call cannot be here yet, and to look for it would cost a read.
-        if not may_be_here:
+        # The answer to a call cannot be here yet, and to look for it would cost a read. Nor
+        # is there need of one for the rest, if all that came so far was read: the wait ends
+        # at once if there is more.
+        connection = self.connection
+        if not may_be_here or (connection.is_drained and connection.end is None):
             interruptible(wait, deadline, gauge)
         while not turn.is_over:  # as when a signal handler has called another worker
             frames = self._receive()
@@ -479,14 +484,14 @@ class Link:
     def _wait(self, deadline: float, gauge: SpinGauge) -> None:
         """Waits until there is something to read, or the deadline."""
         start = time.perf_counter()
-        is_ready = self._is_any_ready if self._pool.leads else self._is_ready
+        is_ready = self.is_any_ready if self._pool.leads else self.is_ready
         ready = None if self.num_waiting else gauge.spin(is_ready)
         if not ready:
             left = deadline - time.monotonic() if deadline else SLICE_S
             # In slices: something else than this connection may end the wait.
             ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
-        if is_ready is self._is_any_ready and self._others_call(ready):
+        if is_ready is self.is_any_ready and self._others_call(ready):
             self._pool.resign()
 
     def _wait_inside_a_wait(self, deadline: float, _gauge: SpinGauge) -> None:

@@ -14,14 +14,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradwire.rpc._lead import Lead
 from gradwire.rpc._log import log as _log
-from gradwire.rpc._poller import make_poller
+from gradwire.rpc._poller import Event, make_poller
 from gradwire.rpc._signals import may_be_of_a_signal
 from gradwire.rpc._turn import LONGEST_TURN_S, set_helper
+
+if TYPE_CHECKING:
+    from gradwire.rpc._link import Link
 
 __all__ = ["WorkerPool"]
 
@@ -56,7 +60,7 @@ class WorkerPool:
             self.reserve.add(fileno)
             watch = functools.partial(self.reserve.arm, fileno, write=False)
         self._lead = Lead(watch)
-        self._poller_fileno = fileno
+        self.poller_fileno = fileno
         self._reserved: set[int] = set()
         self._callbacks: dict[int, Callable[[bool, bool], None]] = {}
         self._queue: deque[Callable[[], None]] = deque()
@@ -244,7 +248,7 @@ class WorkerPool:
                     self._idle -= 1
                 try:
                     if event is not None:
-                        self._handle(event.fileno, event.readable, event.writable)
+                        self.handle(event)
                     worked = self._drain()
                 finally:
                     with self._lock:
@@ -273,12 +277,18 @@ class WorkerPool:
             self._idle -= 1
             return True
 
-    def _handle(self, fileno: int, readable: bool, writable: bool) -> None:
-        callback = self._callbacks.get(fileno)
-        if fileno == self._poller_fileno:
+    def handle(self, event: Event) -> None:
+        """Calls what watches a descriptor, on the current thread."""
+        callback = self._callbacks.get(event.fileno)
+        if event.fileno == self.poller_fileno:
             self._lead.was_called()
         elif callback is not None:
-            self._guard(lambda: callback(readable, writable))
+            self._guard(lambda: callback(event.readable, event.writable))
+
+    def link_at(self, fileno: int) -> Link | None:
+        """The connection with a descriptor, if it is one of ours."""
+        owner = getattr(self._callbacks.get(fileno), "__self__", None)
+        return owner if hasattr(owner, "take_pools_turn") else None
 
     def _drain(self) -> bool:
         """Runs what is in the queue; help comes if a piece blocks, see `_turn`."""

@@ -115,7 +115,12 @@ def call_for_help() -> None:
 
 
 def about_to_compute() -> None:
-    """To be called before something that takes long, and keeps the turn."""
+    """To be called before something that takes long, and keeps the turn, but only one."""
+    turn = _local.turn
+    if turn is not None and turn.siblings and not turn.is_callers:
+        for sibling in turn.siblings:
+            if sibling is not turn:
+                sibling.link.end_turn(sibling)
     resign = _local.resign
     if resign is not None:
         resign()
