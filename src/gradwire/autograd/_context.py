@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -192,6 +192,35 @@ class Side:
             self.num_sends += 1
             return event, self.state.begun
 
+    def hand_out(
+        self, peer: int, leaf: Tensor, after: tuple[int, int] | None, consumed: int
+    ) -> tuple[int, PassId | None] | None:
+        """A leaf leaves, as the reply to a request that has just come.
+
+        What `join` and `announce_send` do, at once, if its node need not be made.
+
+        Args:
+            peer: Who asked for it.
+            leaf: A tensor that requires grad and was computed from nothing.
+            after: See `join`.
+            consumed: See `join`.
+
+        Returns:
+            As `announce_send`; None if it needs a node: nothing was done.
+        """
+        with self.lock:
+            if self.recvs:
+                return None
+            state = self.state
+            self.join(peer, after, consumed)
+            event = state.record_send(peer)
+            urgency = urgency_of_reply(self.num_requests)
+            message = SentMessage(self._exchange, self, event, peer, 1, urgency, True)
+            self._of_leaves.append((message, [(leaf, None)]))
+            self.num_requests += 1
+            self.num_sends += 1
+            return event, state.begun
+
     def finish_sends(self) -> None:
         """Makes the nodes of messages that were announced."""
         with self.lock:
@@ -249,15 +278,21 @@ class Side:
                 is_stale,
                 function,
                 may_wait,
+                len(tensors),
             )
-            tail = self._live_tail()
+            # Of leaves, and nothing was sent before: then it has nobody to come before.
+            is_apart = may_wait and not self.num_sends and not self.holds_weakly
+            tail = (CHAIN_END,) if is_apart else self._live_tail()
             *_, token = record(apply_recv, message, tensors, self.holds_weakly, *tail)
             node = weakref.ref(token.grad_fn)
-            self._tail = [CHAIN_END] if self.holds_weakly else [token]
+            if is_apart:
+                self._tail.append(token)
+            else:
+                self._tail = [CHAIN_END] if self.holds_weakly else [token]
             self.recvs.append(Received(peer, number, node, may_wait))
             return answers
 
-    def _live_tail(self) -> list[Tensor]:
+    def _live_tail(self) -> Sequence[Tensor]:
         """The tail, and the recvs that it does not hold because only the program may."""
         self._make_sends()
         self._make_sends_of_leaves()

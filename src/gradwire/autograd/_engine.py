@@ -10,18 +10,30 @@ Where the gradients of leaves go is the pass's destination:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from gradwire.autograd._averaged import set_aside, wrappers_among
-from gradwire.autograd._functions import ANCHOR, ANCHOR_NODE, apply_start
+from gradwire.autograd._functions import (
+    ANCHOR,
+    ANCHOR_NODE,
+    WIRE_NODES,
+    apply_start,
+)
 from gradwire.autograd._torch_private import record, run_engine
 
-__all__ = ["Destination", "accumulate", "leaves_of", "run_backward"]
+__all__ = [
+    "Destination",
+    "accumulate",
+    "leaves_of",
+    "run_backward",
+    "run_up_to_recvs",
+]
 
 
 class Destination(IntEnum):
@@ -81,6 +93,69 @@ def run_backward(
     is_into_grad = destination is Destination.INTO_GRAD
     gradients = _run(begin, wanted, retain_graph, create_graph, is_into_grad)
     return [] if is_into_grad else list(zip(wanted, gradients, strict=True))
+
+
+def run_up_to_recvs(
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], recvs: Iterable[Any]
+) -> tuple[list[tuple[Tensor, Tensor | None]], dict[Any, list[Tensor | None]]] | None:
+    """Runs the backward of a worker that has nothing to wait for, without our nodes.
+
+    The engine takes the gradients where it would have come to a recv. Then it runs no
+    code of ours, and all of them can be shipped at once.
+
+    Args:
+        roots: Losses.
+        seeds: Their gradients.
+        recvs: The nodes to stop at.
+
+    Returns:
+        Leaves with their gradients, and those of each recv that was reached, by output.
+        None: there is more to it, and nothing was run.
+    """
+    ends = dict.fromkeys(recvs)
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None, *nodes}
+    edges: dict[tuple[Any, int], None] = {}
+    for node in nodes:  # which grows meanwhile
+        for following in node.next_functions:
+            behind = following[0]
+            if behind in ends:
+                edges[following] = None
+            elif behind not in seen:
+                seen.add(behind)
+                nodes.append(behind)
+    if not WIRE_NODES.isdisjoint(map(type, nodes)):
+        return None
+    leaves = [node.variable for node in nodes if type(node) is _Accumulator]
+    if not edges or wrappers_among(leaves):
+        return None
+    wanted = (*[GradientEdge(*edge) for edge in edges], *leaves)
+    gradients = _ask_engine(roots, seeds, wanted)
+    found: dict[Any, list[Tensor | None]] = {}
+    for (node, output), gradient in zip(edges, gradients, strict=False):
+        if node not in found:
+            found[node] = [None] * node.message.num_tensors
+        found[node][output] = gradient
+    return list(zip(leaves, gradients[len(edges) :], strict=True)), found
+
+
+def _ask_engine(
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: tuple[Any, ...]
+) -> Sequence[Tensor | None]:
+    try:
+        gradients: Sequence[Tensor | None] = run_engine(
+            tuple(roots),
+            tuple(seeds),
+            False,
+            False,
+            wanted,
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    except BaseException:
+        _drain_engine()
+        raise
+    return gradients
 
 
 def _run(

@@ -12,11 +12,12 @@ import contextvars
 import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from gradwire.autograd._answers import read_answer, read_answers
 from gradwire.autograd._autocast import apply_autocast
 from gradwire.autograd._context import (
     ContextName,
@@ -26,7 +27,12 @@ from gradwire.autograd._context import (
     leaving,
     make_nodes,
 )
-from gradwire.autograd._engine import Destination, accumulate, run_backward
+from gradwire.autograd._engine import (
+    Destination,
+    accumulate,
+    run_backward,
+    run_up_to_recvs,
+)
 from gradwire.autograd._leaves import gradients_of_leaves
 from gradwire.autograd._messages import (
     Dead,
@@ -76,9 +82,7 @@ from gradwire.rpc.extension import (
 )
 from gradwire.transport import Frame
 from gradwire.wire import (
-    NO_VALUE,
     decode_value,
-    tracked_tensors,
 )
 
 __all__ = ["Exchange"]
@@ -137,17 +141,19 @@ class Exchange:
             run.thread = threading.get_ident()
         run.holds = not run.create_graph
         try:
-            gradients = run_backward(
-                roots,
-                seeds,
-                tail,
-                run.destination,
-                lambda: self._claim(run, current_task()),
-                lambda: _check_goes_on(run),
-                retain_graph=run.retain,
-                create_graph=run.create_graph,
-                inputs=inputs,
-            )
+            gradients = self._run_up_to_recvs(run, roots, seeds)
+            if gradients is None:
+                gradients = run_backward(
+                    roots,
+                    seeds,
+                    tail,
+                    run.destination,
+                    lambda: self._claim(run, current_task()),
+                    lambda: _check_goes_on(run),
+                    retain_graph=run.retain,
+                    create_graph=run.create_graph,
+                    inputs=inputs,
+                )
             self.telling.held(run)
             return gradients
         except RuntimeError as error:
@@ -161,6 +167,31 @@ class Exchange:
         finally:
             if run.task is not None:
                 self.tasks.pop(run.task, None)
+
+    def _run_up_to_recvs(
+        self, run: Run, roots: Sequence[Tensor], seeds: Sequence[Tensor]
+    ) -> list[tuple[Any, Tensor | None]] | None:
+        """Runs our part of a pass by which others get gradients of leaves, and no more.
+
+        None if it is not so simple: nothing was run.
+        """
+        if not run.ends_with_leaves:
+            return None
+        nodes: list[Any] = [recv.node() for recv in run.recvs]
+        # One that came late has nobody to ship to: its node says so if it is reached.
+        if any([n is None or n.message.is_hooked or n.message.is_stale for n in nodes]):
+            return None
+        found = run_up_to_recvs(roots, seeds, nodes)
+        if found is None:
+            return None
+        gradients, received = found
+        if run.failure is not None:
+            raise run.failure
+        for node in nodes:
+            if node.message.is_stale and node in received:  # since the engine began
+                raise consumed(self, run.side.label)
+            self.ship(run.side, run, node.message, received.get(node, ()), [])
+        return gradients
 
     def run_here(self, side: Side) -> Run | None:
         """The pass that the engine is executing a node of this context for.
@@ -442,21 +473,7 @@ class Exchange:
         side = self.registry.find(message)
         if side is None:
             return None
-        answer: Any = NONE
-        if message.present:
-            values, tensors = decode_value(
-                message, frame.head, frame.buffers, None, self.agent.serializer
-            )
-            tracked = tracked_tensors(message, tensors) if message.history >= 0 else []
-            if type(values) is not tuple or len(values) != sum(message.present):
-                raise RemoteProtocolError("a gradient message is malformed")
-            answer = Answer(
-                message.present,
-                values,
-                tracked,
-                message.history,
-                message.after,
-            )
+        answer = read_answer(message, frame, self.agent.serializer)
         pass_id = PassId(message.starter, message.number)
         return self.on_answer(
             side, pass_id, message.message, answer, message.is_last, peer.info.id
@@ -469,13 +486,7 @@ class Exchange:
         side = self.registry.find(message)
         part: Part | None = None
         if side is not None:
-            for number, answer in self._read_answers(message, frame):
-                pass_id = PassId(message.starter, message.number)
-                is_last = message.is_last
-                found = self.on_answer(
-                    side, pass_id, number, answer, is_last, peer.info.id
-                )
-                part = part or found
+            part = self._on_answers(side, peer, message, frame)
         frame.buffers.clear()
         if message.start is None:
             return part
@@ -485,24 +496,27 @@ class Exchange:
         )
         return self.on_start(peer, start, frame) or part
 
-    def _read_answers(
-        self, message: Gradients, frame: Frame
-    ) -> Iterator[tuple[int, Any]]:
-        values, _ = decode_value(
-            message, frame.head, frame.buffers, None, self.agent.serializer
-        )
-        if values is NO_VALUE:
-            values = ()
-        if type(values) is not tuple or len(values) != sum(
-            [sum(present) for _, present in message.answers]
-        ):
-            raise RemoteProtocolError("a message of several gradients is malformed")
-        first = 0
-        for number, present in message.answers:
-            gradients = values[first : first + sum(present)]
-            first += len(gradients)
-            answer = Answer(present, gradients, [], -1, None) if present else NONE
-            yield number, answer
+    def _on_answers(
+        self, side: Side, peer: Peer, message: Gradients, frame: Frame
+    ) -> Part | None:
+        answers = list(read_answers(message, frame, self.agent.serializer))
+        pass_id, is_last = PassId(message.starter, message.number), message.is_last
+        instructions: list[Instruction] = []
+        with side.lock:
+            is_early = side.run is None  # as mostly: the pass begins with them
+            if is_early:
+                for number, answer in answers:
+                    instructions += side.state.on_answer(
+                        pass_id, number, answer, is_last
+                    )[1]
+        if is_early:
+            self.telling.perform(side, None, instructions)
+            return None
+        parts = [
+            self.on_answer(side, pass_id, number, answer, is_last, peer.info.id)
+            for number, answer in answers
+        ]
+        return next((part for part in parts if part is not None), None)
 
     def on_answer(
         self,

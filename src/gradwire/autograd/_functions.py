@@ -27,6 +27,7 @@ __all__ = [
     "ANCHOR",
     "ANCHOR_NODE",
     "CHAIN_END",
+    "WIRE_NODES",
     "apply_forget",
     "apply_recv",
     "apply_send",
@@ -225,3 +226,23 @@ apply_forget = _apply_of(Forget)
 apply_send = _apply_of(Send)
 apply_recv = _apply_of(Recv)
 apply_start = _apply_of(Start)
+
+WIRE_NODES = frozenset(
+    function._backward_cls for function in (Forget, Send, Recv, Start)
+)
+"""The classes of all nodes that are ours."""
+
+
+def _note_hooks(node_class: Any, name: str) -> None:
+    """Makes a node tell its message that a program has put a hook on it."""
+    register = getattr(node_class, name)
+
+    def note_and_register(node: Any, hook: Callable[..., Any]) -> Any:
+        node.message.is_hooked = True
+        return register(node, hook)
+
+    setattr(node_class, name, note_and_register)
+
+
+_note_hooks(Recv._backward_cls, "register_hook")
+_note_hooks(Recv._backward_cls, "register_prehook")

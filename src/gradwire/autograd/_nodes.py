@@ -94,6 +94,7 @@ class ReceivedMessage:
         "_mark",
         "event",
         "function",
+        "is_hooked",
         "is_request",
         "is_stale",
         "label",
@@ -101,6 +102,7 @@ class ReceivedMessage:
         "made_in",
         "may_wait",
         "name",
+        "num_tensors",
         "number",
         "passed_over_in",
         "peer",
@@ -119,6 +121,7 @@ class ReceivedMessage:
         is_stale: bool,
         function: str,
         may_wait: bool,
+        num_tensors: int,
     ) -> None:
         self._exchange = exchange
         self.name = side.name
@@ -133,6 +136,8 @@ class ReceivedMessage:
         self.is_stale = is_stale  # it came late: what it belongs to was consumed
         self.function = function  # what was called, for people
         self.may_wait = may_wait  # nobody computes from its gradients
+        self.num_tensors = num_tensors
+        self.is_hooked = False  # a program has put a hook on the node
         self.passed_over_in: int | None = None
 
     def ship(self, gradients: Sequence[Tensor | None]) -> None:

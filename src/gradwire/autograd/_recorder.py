@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from gradwire.autograd._autocast import apply_autocast, autocast_state
@@ -59,7 +60,7 @@ from gradwire.autograd._torch_private import (
     has_tangent,
     is_anything_special,
 )
-from gradwire.errors import EncodeError, GradwireError
+from gradwire.errors import EncodeError, GradwireError, RemoteProtocolError
 from gradwire.rpc.extension import (
     NOTHING,
     Addition,
@@ -72,6 +73,8 @@ from gradwire.rpc.extension import (
 from gradwire.wire import TRACKED
 
 __all__ = ["Recorder"]
+
+_TRACKED_LEAF = {0: TRACKED}
 
 
 class Recorder(Interceptor):
@@ -148,14 +151,7 @@ class Recorder(Interceptor):
         if history:
             header.flags |= MESSAGE_HAS_HISTORY
         if side is not None:
-            exchange.tell_held(side)  # what comes back must not be older than it
-            header.key, header.incarnation = side.name
-            if side.into_grad:
-                header.flags |= CONTEXT_KEEPS_GRAD
-            with side.lock:
-                side.state.meet(peer.info.id)
-                header.after = side.state.begun
-                header.consumed = side.state.consumed_by
+            self._name_context(header, side, peer.info.id)
             if history:
                 note.event, header.after = side.announce_send(peer.info.id, history)
                 header.message = note.event
@@ -166,6 +162,40 @@ class Recorder(Interceptor):
         flags = tracked if is_grad_enabled else cut(tensors)
         note.addition = Addition(encode_header(header), flags)
         return note
+
+    def sending_plain(self, peer: Peer, label: str) -> Note | None:
+        """See `Interceptor`: as `sending_call`, where there is nothing to track."""
+        name = active_context.get()
+        is_grad_enabled = torch.is_grad_enabled()
+        is_cut = is_cut_outside_context(label)
+        side = None
+        if name is not None:
+            side = self._find_side(name, is_grad_enabled and is_cut)
+        autocast = autocast_state()
+        if side is None and is_grad_enabled:
+            if is_cut:
+                return cut_call(label, [], set(), autocast, is_reference=False)
+            if autocast is None:
+                return None
+        header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
+        note = _CallNote(self.exchange, side)
+        if side is not None:
+            self._name_context(header, side, peer.info.id)
+            side.calls[note] = current_handler.get()
+        note.addition = Addition(encode_header(header))
+        return note
+
+    def _name_context(self, header: CallHeader, side: Side, peer: int) -> None:
+        """Puts into the header of a call which context it belongs to."""
+        self.exchange.tell_held(side)  # what comes back must not be older than it
+        header.key, header.incarnation = side.name
+        if side.into_grad:
+            header.flags |= CONTEXT_KEEPS_GRAD
+        with side.lock:
+            state = side.state
+            state.meet(peer)
+            header.after = state.begun
+            header.consumed = state.consumed_by
 
     def sending_opaque(self, tensors: list[Tensor], is_grad_enabled: bool) -> None:
         """See `Interceptor`."""
@@ -324,6 +354,55 @@ class Recorder(Interceptor):
             side.num_requests += 1
         return scope
 
+    def handing_out(
+        self, peer: Peer, header: bytes | None, tensor: Tensor
+    ) -> Addition | None:
+        """See `Interceptor`. In a context a leaf may leave without a node."""
+        exchange = self.exchange
+        if exchange.unfinished:
+            exchange.finish_sends()
+        requires_grad = tensor.requires_grad
+        if header is None:
+            return None if requires_grad else NOTHING
+        try:
+            call: CallHeader = decode_header(CallHeader, header)
+        except RemoteProtocolError:
+            return None  # of which the long way tells
+        key, flags = call.key, call.flags
+        if key is None:
+            return None if requires_grad else NOTHING
+        if not requires_grad or tensor.grad_fn is not None:
+            return None
+        if flags and flags != CONTEXT_KEEPS_GRAD:
+            return None
+        name = ContextName(key, call.incarnation)
+        side = exchange.registry.find(name)
+        if side is None:
+            try:
+                side = exchange.registry.join(name, "", bool(flags), peer)
+            except GradwireError:
+                return None
+        if side is None or side.is_released:
+            return None
+        side.into_grad = bool(flags)
+        sent = side.hand_out(peer.info.id, tensor, call.after, call.consumed)
+        if peer.fate is not None:
+            exchange.peer_lost(peer)  # as in `received_call`
+        if sent is None:
+            return None
+        reply = ReplyHeader(*sent, key, call.incarnation, True)
+        return Addition(encode_header(reply), _TRACKED_LEAF)
+
+    def not_handed_out(self, header: bytes) -> None:
+        """See `Interceptor`."""
+        reply: ReplyHeader = decode_header(ReplyHeader, header)
+        if reply.key is not None:
+            side = self.exchange.registry.find(
+                ContextName(reply.key, reply.incarnation)
+            )
+            if side is not None:
+                self.exchange.mark_dead(side, reply.message)
+
     def dropped_call(
         self, peer: Peer, call_id: int, header: bytes, error: BaseException
     ) -> None:
@@ -378,7 +457,7 @@ class _CallNote(Note):
             if self._own is not None:
                 self._make_side(*self._own)
                 self._own = None
-            elif self._side is not None:
+            elif self._side is not None and self.event >= 0:
                 self._side.finish_sends()
         self._exchange.unfinished.discard(self)
 

@@ -61,6 +61,7 @@ class Run:
         "children",
         "create_graph",
         "destination",
+        "ends_with_leaves",
         "failure",
         "holds",
         "limit",
@@ -96,6 +97,8 @@ class Run:
         self.awaited: set[int] = set()  # sends whose answers it needs to begin
         self.children = {rank: Outcome() for rank in pass_.told}
         self.holds = False  # somebody sees to what is held
+        # Nobody computes from what we ship, and we wait for nobody.
+        self.ends_with_leaves = False
         self._held: dict[int, Held] = {}  # by worker
 
     def answered(self, event: int) -> Part | None:
@@ -116,9 +119,11 @@ class Run:
         Who waits has told all that was held; what comes later must not wait behind it.
         """
         # What is sparse has no size, and a stream may still write what is on a device.
-        if not all([g.layout is torch.strided and g.is_cpu for g in answer.gradients]):
-            return False
-        nbytes = sum([gradient.nbytes for gradient in answer.gradients])
+        nbytes = 0
+        for gradient in answer.gradients:
+            if gradient.layout is not torch.strided or not gradient.is_cpu:
+                return False
+            nbytes += gradient.nbytes
         with self.side.lock:
             held = self._held.get(peer)
             before = 0 if held is None else held.nbytes
@@ -153,6 +158,9 @@ class Run:
         if may_wait != self.children.keys():
             return set()
         self._held = {peer: Held(is_start=True) for peer in may_wait}
+        self.ends_with_leaves = (
+            not self.pass_.sends and self.destination is Destination.INTO_DICTIONARY
+        )
         return may_wait
 
     def forget(self) -> None:

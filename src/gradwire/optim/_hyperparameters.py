@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,8 +30,12 @@ def find_changes(
     changes: Changes = {}
     for number, group in enumerate(groups):
         known = sent.get(number, {})
+        # Mostly the very objects that were sent; this is asked in every step, so there is
+        # no loop in Python for that.
+        are_known = [*map(is_, group.values(), map(known.get, group, repeat(_MISSING)))]
+        if are_known.count(False) == ("params" in group):
+            continue
         for key, value in group.items():
-            # Mostly the very object that was sent; this is asked in every step.
             if value is known.get(key, _MISSING) or key == "params":
                 continue
             if key not in known or not _is_same(value, known[key]):

@@ -146,7 +146,11 @@ class Agent:
         self._caller = caller = Caller(self, self._rounds)
         # What the layers above use, without a step in between that each call would take.
         self.call, self.call_all = caller.call, caller.call_all
-        self.call_async, self.make = caller.call_async, caller.make
+        self.call_async, self.make, self.ask = (
+            caller.call_async,
+            caller.make,
+            caller.ask,
+        )
         self.wait_for, self.deadline = caller.wait_for, caller.deadline
         self.expire = caller.expire
         self._lock = threading.Lock()  # guards `_closed`: it ends once
@@ -429,7 +433,8 @@ class Agent:
 
         self._closed = self.network.is_closing = True
         own: Any = self
-        own.call = own.call_all = own.call_async = own.make = own.wait_for = refuse
+        own.call = own.call_all = own.call_async = own.make = own.ask = refuse
+        own.wait_for = refuse
 
     def close(
         self, reason: str = "it shut down", limit: float = float("inf")

@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+LookUp = Callable[[list[Any]], "torch.Tensor | None"]
+"""Finds a tensor that is there, by the arguments of a call; else None."""
+
+
 class Addition(msgspec.Struct, frozen=True, gc=False):
     """What a layer adds to a message: a header, and flags of tensors by index."""
 
@@ -130,6 +134,11 @@ class Interceptor:
         # How objects of the layer's own are sent: what goes in their place.
         self.packs: Mapping[type, Callable[[Any, Peer], Any]] = {}
 
+        # Functions of the layer's own, by their names, that hand out tensors which are there:
+        # they get the arguments, and give None where it takes more than a look. All peers
+        # may call them: see `for_agents`.
+        self.lookups: Mapping[str, LookUp] = {}
+
     def unpack(self, packed: Any, peer: Peer) -> Any:
         """Makes an object of what ``packs`` made of it on the peer."""
         raise NotImplementedError
@@ -177,6 +186,12 @@ class Interceptor:
         """
         return None
 
+    def sending_plain(self, peer: Peer, label: str) -> Note | None:
+        """As `sending_call`, for a call without tensors, or anything to be packed."""
+        return self.sending_call(
+            peer, -1, label, [], set(), torch.is_grad_enabled(), None
+        )
+
     def received_reply(
         self,
         peer: Peer,
@@ -201,6 +216,27 @@ class Interceptor:
     ) -> Scope | None:
         """A call arrived; its tensors are decoded, nobody has seen them yet."""
         return None
+
+    def handing_out(
+        self, peer: Peer, header: bytes | None, tensor: torch.Tensor
+    ) -> Addition | None:
+        """A call has asked for a tensor that is there; it is about to be encoded.
+
+        Instead of `received_call` and `Scope.sending_reply`, if there is nothing more to
+        it. What is returned must be changed by nobody.
+
+        Args:
+            peer: Who gets it.
+            header: Of the call, which may ask for more than this.
+            tensor: A tensor or parameter.
+
+        Returns:
+            What to add to the reply; None: serve the call as any other.
+        """
+        return NOTHING if header is None else None
+
+    def not_handed_out(self, header: bytes) -> None:
+        """A reply with a header that `handing_out` has given will not be sent."""
 
     def dropped_call(
         self, peer: Peer, call_id: int, header: bytes, error: BaseException

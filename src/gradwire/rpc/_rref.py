@@ -18,6 +18,8 @@ from gradwire.errors import (
     DecodeError,
     NotInitialized,
     OwnerLost,
+    PeerLostError,
+    RemoteError,
     UnknownContext,
     UsageError,
 )
@@ -29,7 +31,7 @@ from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Eventually, Future, Later
 from gradwire.rpc._interceptors import register_interceptor
 from gradwire.rpc._rref_parts import Handle, Owned, User
-from gradwire.rpc._rref_service import RefService
+from gradwire.rpc._rref_service import FETCH, RefService
 from gradwire.rpc._rref_table import RefId
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import shown_as
@@ -140,11 +142,13 @@ class RRef(Handle, Generic[T_co]):
             return self.local_value()
         ref.check()
         try:
+            found = agent.ask(ref.owner, FETCH, [*ref.id], timeout)
+        except PeerLostError as error:
+            if isinstance(error, OwnerLost) or not isinstance(error, RemoteError):
+                # The call that should make it may have failed meanwhile, and know why.
+                ref.check()
             with self._service.reaching(ref.owner):
-                found = agent.call(ref.owner, fetch, (*ref.id,), None, timeout)
-        except OwnerLost:
-            ref.check()  # the call that should make it has failed meanwhile, and knows why
-            raise
+                raise
         return cast(T_co, found)
 
     def backward(

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from gradwire._ids import WorkerInfo
 from gradwire.errors import (
@@ -63,8 +64,11 @@ if TYPE_CHECKING:
     from gradwire.rpc._peer import Peer
     from gradwire.transport import Frame
 
-__all__ = ["RefService"]
+__all__ = ["FETCH", "RefService"]
 
+
+FETCH = "gradwire.rpc._rref:fetch"
+"""Name of the function that fetches the value of a reference."""
 
 _MOST_BURIED = 1024
 
@@ -88,6 +92,7 @@ class RefService(Interceptor):
             Deleted: self._on_deleted,
         }
         self.packs = {self.handle_class: self._pack}
+        self.lookups = {FETCH: self._look_up}
         self._ids = itertools.count()
         self._id_key = secrets.token_bytes(32)
         self.transfer = Transfer()
@@ -152,6 +157,18 @@ class RefService(Interceptor):
                 worker=self.agent.info.name,
             )
         return owned
+
+    def _look_up(self, rref: list[Any]) -> Tensor | None:
+        """The tensor that is the value of a reference, if it is there, and is one."""
+        try:
+            owned = self._owned.get(tuple(rref))  # type: ignore[call-overload]
+        except TypeError:  # it is no id at all
+            return None
+        if owned is None or not owned.outcome.done:
+            return None
+        value = owned.outcome.value
+        is_one = type(value) is Tensor or type(value) is Parameter
+        return value if is_one else None
 
     def _find_or_await(self, rref: RefId) -> Owned | None:
         """None if nobody will make it. The caller holds the lock.

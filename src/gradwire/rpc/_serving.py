@@ -33,6 +33,7 @@ from gradwire.rpc._event_loop import EventLoop, Target
 from gradwire.rpc._interceptors import Interceptor, Scope
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
+from gradwire.rpc._lookups import Lookups
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._torch_modes import Modes
@@ -79,9 +80,10 @@ class Server:
         # Guards the next two, and `Peer.held`; every thread that serves.
         self._lock = threading.Lock()
         self._active: set[_Request] = set()
-        self.num_served = 0
+        self._num_run = 0
         self._max_bytes = agent.limits.nbytes
         self._max_calls = agent.limits.calls
+        self._lookups = Lookups(interceptors, agent.limits.calls)
         # How often in a row each function took long. Written without a lock: of two
         # values at the same time, either is good enough.
         self._times_slow: dict[str | None, int] = {}
@@ -92,6 +94,11 @@ class Server:
     def num_active(self) -> int:
         """Requests that are not answered yet."""
         return len(self._active)
+
+    @property
+    def num_served(self) -> int:
+        """Requests that were answered."""
+        return self._num_run + self._lookups.num_served
 
     def active_requests(self) -> list[str]:
         """What is being run here, and for whom."""
@@ -130,6 +137,11 @@ class Server:
             call: The call.
             frame: Its frame.
         """
+        look_up = self._lookups.by_target.get(call.target)
+        if look_up is not None and self._lookups.serve(
+            look_up, link, peer, call, frame
+        ):
+            return
         agent = self._agent
         counts = not (call.target or "").startswith(INTERNAL_PREFIX)
         nbytes = len(frame.head)
@@ -346,7 +358,7 @@ class Server:
             if not request.counts:
                 return
             self._active.discard(request)
-            self.num_served += 1
+            self._num_run += 1
         self._agent.departure.check()
 
     def close(self, timeout_s: float) -> None:

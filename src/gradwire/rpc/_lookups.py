@@ -1,0 +1,120 @@
+"""Handing out tensors that are there already: the short way to serve a call.
+
+A worker that holds parameters is asked for them again and again. No code of the program
+runs for that, nothing waits, and the answer is a small tensor: so there is no need of a
+request that can be waited for, of a `contextvars.Context`, of scopes or of a serializer.
+Whatever is not that simple is left to `gradwire.rpc._serving`, which comes to the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from gradwire.errors import GradwireError, TransportError
+from gradwire.rpc._interceptors import NOTHING, Interceptor, LookUp
+from gradwire.rpc._log import log as _log
+from gradwire.rpc._turn import current_turn
+from gradwire.wire import (
+    FLAT_TUPLE,
+    Call,
+    Reply,
+    describe_small,
+    encode_small,
+    thread_state_is_clean,
+)
+
+if TYPE_CHECKING:
+    from gradwire.rpc._link import Link
+    from gradwire.rpc._peer import Peer
+    from gradwire.transport import Frame
+
+__all__ = ["Lookups"]
+
+
+class Lookups:
+    """Serves what the interceptors of an agent look up.
+
+    Args:
+        interceptors: Theirs are the `Interceptor.lookups`.
+        max_calls: How many requests a peer may have open.
+
+    Attributes:
+        by_target: What is looked up, by the names of the functions.
+        num_served: How many calls were answered.
+    """
+
+    def __init__(self, interceptors: tuple[Interceptor, ...], max_calls: float) -> None:
+        self._interceptors = interceptors
+        self._max_calls = max_calls
+        self.by_target: dict[str | None, LookUp] = {
+            target: look_up
+            for interceptor in interceptors
+            for target, look_up in interceptor.lookups.items()
+        }
+        self._lock = threading.Lock()  # guards the next; every thread that serves
+        self.num_served = 0
+
+    def serve(  # noqa: PLR0912 - written out: each step costs each call
+        self, look_up: LookUp, link: Link, peer: Peer, call: Call, frame: Frame
+    ) -> bool:
+        """Answers a call, if that is simple; False if it is not.
+
+        Args:
+            look_up: What ``by_target`` has for its target.
+            link: Where it came from.
+            peer: Who calls.
+            call: The call.
+            frame: Its frame.
+        """
+        body = call.body
+        if body is None or body.form != FLAT_TUPLE or body.tensors or frame.buffers:
+            return False
+        if call.style:  # anything but positional arguments
+            return False
+        if peer.held.calls + link.connection.num_queued >= self._max_calls:
+            return False
+        if call.deadline and time.monotonic() >= call.deadline - link.clock_offset:
+            return False
+        tensor = look_up(body.plain)
+        if tensor is None or not thread_state_is_clean():
+            return False
+        meta = describe_small(tensor)
+        if meta is None:
+            return False
+        headers: dict[str, bytes] | None = None
+        for interceptor in self._interceptors:
+            header = call.headers.get(interceptor.name) if call.headers else None
+            if header is None and not interceptor.sees_all_calls:
+                continue
+            addition = interceptor.handing_out(peer, header, tensor)
+            if addition is None:
+                self._take_back(headers)
+                return False
+            if addition is NOTHING:
+                continue
+            if addition.flags:
+                meta.flags = addition.flags[0]
+            if addition.header is not None:
+                headers = headers or {}
+                headers[interceptor.name] = addition.header
+        head = encode_small(Reply(call.id, headers), meta, tensor)
+        try:
+            turn = current_turn()
+            # As in `_serving`: answers to what was read together leave together.
+            hold = turn is not None and turn.link is link and bool(turn.rest)
+            link.send(head, hold=hold)
+        except TransportError:
+            _log.debug("the caller is gone; the answer to call %d is dropped", call.id)
+        except GradwireError:  # over a limit, of which the long way tells
+            self._take_back(headers)
+            return False
+        with self._lock:
+            self.num_served += 1
+        return True
+
+    def _take_back(self, headers: dict[str, bytes] | None) -> None:
+        for interceptor in self._interceptors:
+            if headers and interceptor.name in headers:
+                interceptor.not_handed_out(headers[interceptor.name])
