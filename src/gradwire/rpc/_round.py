@@ -37,96 +37,108 @@ def take_turns(first: Turn, pool: WorkerPool) -> Event | None:
     Returns:
         An event of something else than a connection, which is for the caller to handle.
     """
-    tour = _Round(first, pool)
-    ready = [first]
+    set_turn(first)
     try:
-        while ready:
-            for turn in ready:
-                tour.serve(turn)
-            if not tour.turns or tour.has_woken or pool.has_work:
-                break
-            ready = tour.look(ready[-1])
+        others = _serve_alone(first, pool)
+        return _Round(first, pool).serve_all(others) if others else None
     finally:
         set_turn(None)
-        tour.leave()
-    return tour.event
+        first.link.end_turn(first)
+
+
+def _serve_alone(turn: Turn, pool: WorkerPool) -> Ready:
+    """Serves one connection; returns what is ready when others have something, too."""
+    link = turn.link
+    while link.serve_in_turn(turn) and not link.has_woken and not pool.has_work:
+        if not pool.leads:
+            if not link.gauge.spin(link.is_ready):
+                break
+        elif not (found := link.gauge.spin(link.is_any_ready)):
+            break
+        elif len(found) > 1 or found[0][0] != link.fileno:
+            return found
+    return []
 
 
 class _Round:
     """The turns that a thread has at the moment; all of them are siblings."""
 
-    __slots__ = ("_look", "_pool", "event", "has_woken", "turns")
+    __slots__ = ("_are_ready", "_event", "_has_woken", "_pool", "turns")
 
     def __init__(self, first: Turn, pool: WorkerPool) -> None:
         self._pool = pool
         self.turns = [first]
-        self.event: Event | None = None
+        self._event: Event | None = None
         # Whoever waits for what this thread has read needs the interpreter now.
-        self.has_woken = False
+        self._has_woken = False
         # Waits for all connections and the poller; made anew when there are others.
-        self._look: Callable[[float], Ready] | None = None
+        self._are_ready: Callable[[float], Ready] | None = None
 
-    def serve(self, turn: Turn) -> None:
+    def serve_all(self, found: Ready) -> Event | None:
+        """Serves what is ready, and goes on; see `take_turns`."""
+        pool = self._pool
+        try:
+            ready = self._take_ready(found)
+            while ready:
+                for turn in ready:
+                    self._serve(turn)
+                if not self.turns or self._has_woken or pool.has_work:
+                    break
+                ready = self._look(ready[-1])
+        finally:
+            for turn in self.turns:
+                turn.siblings = ()
+                turn.link.end_turn(turn)
+        return self._event
+
+    def _serve(self, turn: Turn) -> None:
         """Serves what has come to a connection; any turn may end by that."""
-        turns = self.turns
+        turns, link = self.turns, turn.link
         if turn not in turns:
             return  # it has ended while another one was served
         set_turn(turn)
-        if len(turns) == 1:
-            self._serve(turn)
-            return
         now = time.monotonic()
-        for sibling in turns:  # none of them is read meanwhile
-            sibling.serving_since = now
-        self._serve(turn)
+        for sibling in turns:  # the others are not read meanwhile
+            if sibling is not turn:
+                sibling.serving_since = now
+        if not link.serve_in_turn(turn):
+            self._drop(turn)
+        elif link.has_woken:
+            self._has_woken = True
         for sibling in turns[:]:
             if sibling is not turn and not sibling.link.reads_again(sibling):
                 self._drop(sibling)
 
-    def _serve(self, turn: Turn) -> None:
-        link = turn.link
-        if not link.serve_in_turn(turn):
-            self._drop(turn)
-        elif link.has_woken:
-            self.has_woken = True
-
     def _drop(self, turn: Turn) -> None:
         self.turns.remove(turn)
-        self._look = None
+        self._are_ready = None
         turn.siblings = ()
         if len(self.turns) == 1:
             self.turns[0].siblings = ()
         turn.link.end_turn(turn)
 
-    def look(self, latest: Turn) -> list[Turn]:
+    def _look(self, latest: Turn) -> list[Turn]:
         """The turns with something to read; empty if it is time to sleep.
 
         Args:
             latest: The one that was served last: its connection knows how long to look.
         """
-        pool, turns = self._pool, self.turns
-        leads = pool.leads
-        if len(turns) == 1:
-            link = turns[0].link
-            look = link.is_any_ready if leads else link.is_ready
-        elif not leads:
+        pool = self._pool
+        if not pool.leads:
             return []
-        else:
-            if self._look is None:
-                filenos = [turn.link.fileno for turn in turns]
-                if pool.poller_fileno is not None:
-                    filenos.append(pool.poller_fileno)
-                self._look = readiness(*filenos)
-            look = self._look
-        found = latest.link.gauge.spin(look)
-        if not found:
-            return []
-        if len(found) == 1 and found[0][0] == turns[0].link.fileno:
-            return [turns[0]]
+        if self._are_ready is None:
+            filenos = [turn.link.fileno for turn in self.turns]
+            if pool.poller_fileno is not None:
+                filenos.append(pool.poller_fileno)
+            self._are_ready = readiness(*filenos)
+        return self._take_ready(latest.link.gauge.spin(self._are_ready) or [])
+
+    def _take_ready(self, found: Ready) -> list[Turn]:
+        """The turns of what was found, and perhaps one more."""
         filenos = [fileno for fileno, _ in found]
-        ready = [turn for turn in turns if turn.link.fileno in filenos]
-        if pool.poller_fileno in filenos:
-            event = pool.poller.wait(0)
+        ready = [turn for turn in self.turns if turn.link.fileno in filenos]
+        if self._pool.poller_fileno in filenos:
+            event = self._pool.poller.wait(0)
             if event is not None:
                 self._take(event, ready)
         return ready
@@ -135,7 +147,7 @@ class _Round:
         """An event of something where there is no turn yet."""
         link = self._pool.link_at(event.fileno)
         if link is None:
-            self.event = event
+            self._event = event
             ready.clear()
             return
         if len(self.turns) == _MOST_TURNS:
@@ -144,12 +156,6 @@ class _Round:
         if turn is not None:
             self.turns.append(turn)
             ready.append(turn)
-            self._look = None
+            self._are_ready = None
             for sibling in self.turns:
                 sibling.siblings = self.turns
-
-    def leave(self) -> None:
-        """Ends all turns."""
-        for turn in self.turns:
-            turn.siblings = ()
-            turn.link.end_turn(turn)
