@@ -229,16 +229,26 @@ def accumulate(
     new: Sequence[tuple[Tensor, Tensor | None]],
     *,
     create_graph: bool,
+    are_apart: bool = False,
 ) -> None:
     """Adds gradients to a context's dictionary, as torch adds them to ``.grad``.
 
     A stored gradient shares its memory with nobody: torch may return one tensor as the
     gradient of two leaves, or keep it elsewhere.
+
+    Args:
+        gradients: The dictionary.
+        new: Leaves and their gradients.
+        create_graph: As in torch.
+        are_apart: It is known that no two of them share memory.
     """
     added = [(leaf, gradient) for leaf, gradient in new if gradient is not None]
-    # A single one shares with nobody, and to look costs as much as the rest.
-    memory = [0] * len(added) if len(added) < 2 else [_memory_of(g) for _, g in added]
-    is_any_shared = len(set(memory)) < len(memory)
+    # To look costs as much as the rest.
+    memory = [0] * len(added)
+    is_any_shared = False
+    if len(added) > 1 and not are_apart:
+        memory = [_memory_of(gradient) for _, gradient in added]
+        is_any_shared = len(set(memory)) < len(memory)
     for (leaf, gradient), place in zip(added, memory, strict=True):
         before = gradients.get(leaf)
         if before is not None:

@@ -187,10 +187,11 @@ class Exchange:
         gradients, received = found
         if run.failure is not None:
             raise run.failure
-        for node in nodes:
-            if node.message.is_stale and node in received:  # since the engine began
-                raise consumed(self, run.side.label)
-            self.ship(run.side, run, node.message, received.get(node, ()), [])
+        if any([node.message.is_stale for node in received]):  # since the engine began
+            raise consumed(self, run.side.label)
+        answers = [(node.message, received.get(node, ())) for node in nodes]
+        for message, values in run.hold_all(answers):
+            self.ship(run.side, run, message, values, [])
         return gradients
 
     def run_here(self, side: Side) -> Run | None:
@@ -254,10 +255,20 @@ class Exchange:
         return answer
 
     def keep(
-        self, side: Side, run: Run, gradients: list[tuple[Any, Tensor | None]]
+        self,
+        side: Side,
+        run: Run,
+        gradients: list[tuple[Any, Tensor | None]],
+        *,
+        are_apart: bool = False,
     ) -> None:
         with side.lock:
-            accumulate(side.gradients, gradients, create_graph=run.create_graph)
+            accumulate(
+                side.gradients,
+                gradients,
+                create_graph=run.create_graph,
+                are_apart=are_apart,
+            )
 
     # ------------------------------------------------------------------- passes we join
 
@@ -345,7 +356,9 @@ class Exchange:
             with side.lock:
                 gradients = gradients_of_leaves(side.state, of_leaves)
             if gradients is not None:
-                self._finish_join(side, run, gradients)
+                # Gradients of several messages never arrive in the same memory.
+                are_apart = all([len(leaves) == 1 for _, leaves in of_leaves])
+                self._finish_join(side, run, gradients, are_apart=are_apart)
                 return
             tail = make_nodes(of_leaves)
         serving_agent.set(self.agent)
@@ -367,7 +380,12 @@ class Exchange:
             self._finish_join(side, run, gradients)
 
     def _finish_join(
-        self, side: Side, run: Run, gradients: list[tuple[Any, Tensor | None]]
+        self,
+        side: Side,
+        run: Run,
+        gradients: list[tuple[Any, Tensor | None]],
+        *,
+        are_apart: bool = False,
     ) -> None:
         """Our part of a pass has come to its end, unless it failed elsewhere."""
         if run.failure is not None:
@@ -375,7 +393,7 @@ class Exchange:
             return
         try:
             if run.destination is Destination.INTO_DICTIONARY:
-                self.keep(side, run, gradients)
+                self.keep(side, run, gradients, are_apart=are_apart)
         except BaseException as error:
             self._fail_join(side, run, error)
         else:

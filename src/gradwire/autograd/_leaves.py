@@ -62,5 +62,5 @@ def _is_simple(leaf: Tensor, gradient: Tensor) -> bool:
         and gradient.shape == leaf.shape
         and gradient.dtype is leaf.dtype
         and gradient.layout is leaf.layout is torch.strided
-        and gradient.device == leaf.device
+        and ((gradient.is_cpu and leaf.is_cpu) or gradient.device == leaf.device)
     )

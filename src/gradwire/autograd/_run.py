@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -15,6 +15,7 @@ from gradwire.rpc.extension import Outcome
 
 if TYPE_CHECKING:
     from gradwire.autograd._context import Received, Side
+    from gradwire.autograd._nodes import ReceivedMessage
 
 __all__ = ["Answer", "Held", "Part", "Run"]
 
@@ -134,6 +135,41 @@ class Run:
             held.nbytes += nbytes
             held.answers.append((number, answer))
             return True
+
+    def hold_all(
+        self, answers: Sequence[tuple[ReceivedMessage, Sequence[Tensor | None]]]
+    ) -> list[tuple[ReceivedMessage, Sequence[Tensor | None]]]:
+        """As `hold`, for messages and their gradients; returns those that should go at once.
+
+        For a part that waits for nobody, and no graph is made of the gradients.
+        """
+        at_once = []
+        shipped = self.pass_.shipped
+        with self.side.lock:
+            for message, gradients in answers:
+                nbytes, values = 0, []
+                for gradient in gradients:
+                    if gradient is None:
+                        continue
+                    if gradient.layout is not torch.strided or not gradient.is_cpu:
+                        nbytes = _MOST_HELD_BYTES + 1
+                        break
+                    nbytes += gradient.nbytes
+                    values.append(gradient)
+                peer, number = message.peer, message.number
+                held = self._held.get(peer) or Held()
+                if held.nbytes + nbytes > _MOST_HELD_BYTES:
+                    at_once.append((message, gradients))
+                    continue
+                self._held[peer] = held
+                present: tuple[bool, ...] = ()
+                if values:
+                    present = tuple([gradient is not None for gradient in gradients])
+                    shipped.add((peer, number))
+                held.nbytes += nbytes
+                answer = Answer(present, tuple(values), [], -1, None)
+                held.answers.append((number, answer))
+        return at_once
 
     def take_held(self) -> dict[int, Held]:
         """What was held, by worker: whoever takes it tells it."""

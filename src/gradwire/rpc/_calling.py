@@ -472,6 +472,10 @@ class Caller:
 
     def deadline(self, timeout: float) -> float:
         """When a call with this limit ends, on the monotonic clock; 0: never."""
+        if timeout is UNSET_TIMEOUT:  # as mostly
+            timeout = self._agent.rpc_timeout
+            if 0 < timeout < FOREVER_S:
+                return time.monotonic() + timeout
         if type(timeout) is int and timeout == 0:
             return 0.0
         if timeout == UNSET_TIMEOUT or timeout is None:

@@ -65,7 +65,11 @@ class PendingCall(Outcome):
         await_answer: Callable[[PendingCall, float | None], bool],
         notes: dict[str, Note] | None = None,
     ) -> None:
-        super().__init__()
+        # As `Outcome` does, written out: each call makes one.
+        self.done = False
+        self.value = self.error = None
+        self._lock = threading.Lock()
+        self._waiters = self._callbacks = None
         self.id = call_id
         self.target = target
         self.deadline = deadline

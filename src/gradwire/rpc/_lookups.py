@@ -46,7 +46,8 @@ class Lookups:
     """
 
     def __init__(self, interceptors: tuple[Interceptor, ...], max_calls: float) -> None:
-        self._interceptors = interceptors
+        self._interceptors = [i for i in interceptors if i.sees_all_calls]
+        self._names = {i.name for i in self._interceptors}
         self._max_calls = max_calls
         self.by_target: dict[str | None, LookUp] = {
             target: look_up
@@ -83,11 +84,12 @@ class Lookups:
         meta = describe_small(tensor)
         if meta is None:
             return False
+        given = call.headers or {}
+        if not self._names.issuperset(given):
+            return False  # there is something in it for others
         headers: dict[str, bytes] | None = None
         for interceptor in self._interceptors:
-            header = call.headers.get(interceptor.name) if call.headers else None
-            if header is None and not interceptor.sees_all_calls:
-                continue
+            header = given.get(interceptor.name)
             addition = interceptor.handing_out(peer, header, tensor)
             if addition is None:
                 self._take_back(headers)

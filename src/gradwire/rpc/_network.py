@@ -603,13 +603,13 @@ class Network:
             ValueError: It is neither name, rank nor WorkerInfo.
             UnknownWorker: There is no such worker.
         """
-        if type(to) is str:
-            peer = self._by_name.get(to)
-        elif type(to) is int:
-            peer = self._peers.get(to)
-        elif type(to) is WorkerInfo or (
-            isinstance(to, tuple) and isinstance(to, WorkerInfo)
-        ):
+        kind = type(to)
+        peer: Peer | None
+        if kind is str:
+            peer = self._by_name.get(to)  # type: ignore[call-overload]
+        elif kind is int:
+            peer = self._peers.get(to)  # type: ignore[call-overload]
+        elif isinstance(to, WorkerInfo):
             peer = self._peers.get(to.id)
             if peer is not None and peer.info.name != to.name:
                 peer = None
