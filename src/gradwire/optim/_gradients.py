@@ -65,8 +65,7 @@ def find_gradients(
         # The context had no need of this worker.
         return [None] * len(parameters)
     with side.lock:
-        gradients = side.gradients.copy()
-    return list(map(gradients.get, parameters))
+        return list(map(side.gradients.get, parameters))
 
 
 def drop_gradients(context_id: int, parameters: Sequence[Tensor]) -> None:

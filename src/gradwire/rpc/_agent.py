@@ -232,9 +232,9 @@ class Agent:
 
     def make_way(self, request: Any) -> None:
         """See `LinkOwner`."""
-        message = request[1]
-        if type(message) is Call:
-            self._server.make_way(message.target)
+        server = self._server
+        if server.knows_slow_ones and type(message := request[1]) is Call:
+            server.make_way(message.target)
 
     def serve(self, link: Link, request: Any) -> None:
         """See `LinkOwner`."""

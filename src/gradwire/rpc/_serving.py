@@ -116,6 +116,11 @@ class Server:
                 r for r in self._active if r.peer is not peer or not r.is_waiting
             }
 
+    @property
+    def knows_slow_ones(self) -> bool:
+        """Whether there is any function for which `make_way` does something."""
+        return bool(self._times_slow or self._times_busy)
+
     def make_way(self, target: str | None) -> None:
         """Lets others go on, before something that takes so long that they should.
 
@@ -183,6 +188,8 @@ class Server:
             )
             if function is None:
                 function, args, kwargs = value
+            elif call.style == POSITIONAL and type(value) is tuple:
+                args, kwargs = value, {}
             else:
                 args, kwargs = self._unpack(call, value)
             del value
@@ -224,7 +231,8 @@ class Server:
                 torch.set_grad_enabled(True)  # a handler switched it off and went away
         took_s = time.perf_counter() - start
         request.was_quick = took_s < _QUICK_S
-        self._note_times(call.target, took_s, before_s)
+        if took_s > _BUSY_S or self._times_slow or self._times_busy:
+            self._note_times(call.target, took_s, before_s)
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
@@ -336,13 +344,16 @@ class Server:
     ) -> Any:
         serving_agent.set(self._agent)
         serving_peer.set(request.peer)
-        managers = [scope.enter_handler() for _, scope in request.scopes]
-        if not any(managers):
+        managers: list[contextlib.AbstractContextManager[None]] | None = None
+        for _, scope in request.scopes:
+            manager = scope.enter_handler()
+            if manager is not None:
+                managers = [*(managers or ()), manager]
+        if managers is None:
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             for manager in managers:
-                if manager is not None:
-                    stack.enter_context(manager)
+                stack.enter_context(manager)
             result = function(*args, **kwargs)
             if type(result) is types.CoroutineType:
                 # Its steps run elsewhere, and later: they take along what is set here.
@@ -439,12 +450,15 @@ class _Request:
             self._keep(value, None)
             value = None
         reply = Reply(self._id)
-        packer = self._server._agent.packing.packer(self.peer)
         try:
             if value is None:  # as of many functions: needs no body
-                self._add_headers(reply, packer, [], set())
+                for name, scope in self.scopes:
+                    header = scope.sending_reply([], set()).header
+                    if header is not None:
+                        reply.headers = {**(reply.headers or {}), name: header}
                 outgoing = encode(reply)
             else:
+                packer = self._server._agent.packing.packer(self.peer)
                 add_headers = functools.partial(self._add_headers, reply, packer)
                 outgoing = encode(
                     reply, value, add_headers, packer, self._server._agent.serializer
