@@ -15,7 +15,7 @@ import torch
 from gradwire.errors import DeadlineExceeded, RemoteError, UsageError
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import interruptible, may_be_of_a_signal
-from gradwire.rpc._turn import about_to_block
+from gradwire.rpc._turn import about_to_block, let_others_read
 
 __all__ = ["Eventually", "Future", "Later", "Outcome"]
 
@@ -87,6 +87,7 @@ class Outcome:
         if self.done:
             return True
         about_to_block()
+        let_others_read()
         waiter = threading.Lock()
         waiter.acquire()
         with self._lock:

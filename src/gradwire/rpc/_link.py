@@ -26,6 +26,8 @@ from gradwire.rpc._turn import (
     LOOK_S,
     Turn,
     current_turn,
+    leave_unread,
+    let_others_read,
     set_turn,
 )
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
@@ -258,6 +260,12 @@ class Link:
             self._pool.submit(self.end_if_over)
         return True
 
+    def read_by_others(self) -> None:
+        """Whoever left the link unread does not come back to it soon."""
+        with self._lock:
+            if self._reader is None and not self._reading_wanted:
+                self._arm(read=True)
+
     def check_turn(self, now: float) -> bool:
         """Ends a turn that serves for too long; returns whether to look again soon."""
         self.flush()
@@ -356,6 +364,7 @@ class Link:
         later = later and not self._pool.is_pool_thread
         self.end_turn(turn, later=later)
         if later:
+            leave_unread(self)
             self._owner.turn_begins(time.monotonic())
 
     def read_as_sibling(self, turn: Turn) -> int:
@@ -487,6 +496,7 @@ class Link:
         is_ready = self.is_any_ready if self._pool.leads else self.is_ready
         ready = None if self.num_waiting else gauge.spin(is_ready)
         if not ready:
+            let_others_read()
             left = deadline - time.monotonic() if deadline else SLICE_S
             # In slices: something else than this connection may end the wait.
             ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)

@@ -14,7 +14,7 @@ from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._link import MOST_PASSED_ON, SLICE_S, Link
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import Ready, SpinGauge, readiness
-from gradwire.rpc._turn import Turn, set_turn
+from gradwire.rpc._turn import Turn, let_others_read, set_turn
 
 __all__ = ["Reading", "read_several"]
 
@@ -114,6 +114,7 @@ def _wait(readings: list[Reading], gauge: SpinGauge, limit: float) -> Ready:
             may_spin = False
     if may_spin and (ready := gauge.spin(is_ready)):
         return ready
+    let_others_read()
     left = limit - time.monotonic() if limit else SLICE_S
     ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
     gauge.note(time.perf_counter() - start)

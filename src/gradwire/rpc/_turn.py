@@ -34,6 +34,8 @@ __all__ = [
     "call_for_help",
     "current_turn",
     "forget_turn",
+    "leave_unread",
+    "let_others_read",
     "set_helper",
     "set_turn",
 ]
@@ -51,6 +53,7 @@ class _Local(threading.local):
     turn: Turn | None = None
     call_for_help: Callable[[], None] | None = None
     resign: Callable[[], None] | None = None
+    unread: set[Link] | None = None
 
 
 _local = _Local()
@@ -94,7 +97,28 @@ def set_turn(turn: Turn | None) -> None:
 
 def forget_turn() -> None:
     """The current thread has no turn, and nobody to help, in a process that was forked."""
-    _local.turn = _local.call_for_help = _local.resign = None
+    _local.turn = _local.call_for_help = _local.resign = _local.unread = None
+
+
+def leave_unread(link: Link) -> None:
+    """The current thread has waited at a connection, and is likely to be back very soon.
+
+    Nobody reads there until it is, or calls `let_others_read`, or a look has come.
+    """
+    unread = _local.unread
+    if unread is None:
+        _local.unread = {link}
+    else:
+        unread.add(link)
+
+
+def let_others_read() -> None:
+    """To be called before the current thread sleeps: it will not be back so soon."""
+    unread = _local.unread
+    if unread is not None:
+        _local.unread = None
+        for link in unread:
+            link.read_by_others()
 
 
 def set_helper(helper: Callable[[], None], resign: Callable[[], None]) -> None:

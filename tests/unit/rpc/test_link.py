@@ -8,9 +8,12 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
+from gradwire.rpc._spin import SpinGauge
 from gradwire.rpc._turn import Turn, about_to_block
 from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
@@ -94,6 +97,79 @@ def test_caller_leaves_the_reading_to_those_who_serve():
         link.close()
         peer.close()
         pool.close(LIMIT_S)
+
+
+def _call_rapidly(link: Link, peer: StreamConnection) -> None:
+    """As a thread does that will be back very soon: nobody else reads meanwhile."""
+    for _ in range(3):
+        answer = Outcome()
+        peer.send(b"answer")
+        link._owner.on_next = lambda answer=answer: answer.finish(None, None)  # type: ignore[attr-defined]
+        link.read_as_caller(answer, time.monotonic() + LIMIT_S, [answer], "answers")
+        assert answer.done
+    assert not link._reading_wanted
+
+
+class Answered(Owner):
+    """What comes is an answer, until somebody sleeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_next: Any = None
+
+    def is_request(self, frame: Frame) -> bool:
+        return frame.head != b"answer"
+
+    def accept(self, link: Link, frame: Frame) -> Any:
+        super().accept(link, frame)
+        if frame.head == b"answer":
+            self.on_next()
+
+
+@pytest.mark.parametrize("sleeps_at", ["outcome", "connection"])
+def test_thread_that_sleeps_leaves_connections_to_others(sleeps_at, monkeypatch):
+    """There is nobody here who looks for connections that nobody reads."""
+    monkeypatch.setattr(SpinGauge, "spin", lambda *_: None)
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    owner = Answered()
+    pairs = [socket.socketpair() for _ in range(2)]
+    links = [Link(StreamConnection("test", p[0], Limits()), pool, owner) for p in pairs]
+    peers = [StreamConnection("test", p[1], Limits()) for p in pairs]
+    try:
+        _call_rapidly(links[0], peers[0])
+        while not owner.heads.empty():
+            owner.heads.get()
+
+        never = Outcome()
+
+        def sleep() -> None:
+            if sleeps_at == "outcome":
+                never.block(LIMIT_S)
+            else:
+                links[1].read_as_caller(
+                    never, time.monotonic() + LIMIT_S, [never], "never"
+                )
+
+        peers[0].send(b"request")
+        ender = threading.Thread(target=_end_when_served, args=(owner, never))
+        ender.start()
+        sleep()
+        ender.join()
+
+        assert never.value == b"request"
+    finally:
+        for link, peer in zip(links, peers, strict=True):
+            link.close()
+            peer.close()
+        pool.close(LIMIT_S)
+
+
+def _end_when_served(owner: Owner, outcome: Outcome) -> None:
+    try:
+        outcome.finish(owner.heads.get(timeout=LIMIT_S / 2), None)
+    except queue.Empty:
+        outcome.finish(None, None)
 
 
 def test_waits_for_slow_things_do_not_end_the_spinning_for_quick_ones():
