@@ -21,7 +21,7 @@ from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
 
 LIMIT_S = 10.0
-SPIN_S = 0.5  # so long that a round ends only where something ends it
+SPIN_S = 6.0  # so long that a round ends only where something ends it
 
 
 @pytest.fixture(autouse=True)
