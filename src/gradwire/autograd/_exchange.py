@@ -33,7 +33,7 @@ from gradwire.autograd._engine import (
     run_backward,
     run_up_to_recvs,
 )
-from gradwire.autograd._leaves import gradients_of_leaves
+from gradwire.autograd._leaves import gradients_of_leaves, may_skip_engine
 from gradwire.autograd._messages import (
     Dead,
     Gradient,
@@ -313,7 +313,7 @@ class Exchange:
             run: Run | None = None
             part: Part | None = None
             if pass_ is not None:
-                of_leaves = side.peek_leaves() if _may_skip_engine(kind) else None
+                of_leaves = side.peek_leaves() if may_skip_engine(kind) else None
                 tail = side.peek_tail() if of_leaves is None else []
                 awaited = side.unanswered(tail, of_leaves or [])
                 run = self.begin(side, pass_)
@@ -785,16 +785,6 @@ class Exchange:
         for side in self.registry.close():
             self.releases.end(side, error)
         self.leftovers.close()
-
-
-def _may_skip_engine(kind: PassKind) -> bool:
-    """Whether a pass leaves a worker alone that has sent nothing but leaves.
-
-    Into ``.grad`` there may be hooks, which are the engine's business, and a graph that is
-    retained, or made of the gradients, needs nodes.
-    """
-    is_kept = kind.destination == Destination.INTO_DICTIONARY
-    return is_kept and not kind.retain and not kind.create_graph
 
 
 def _check_goes_on(run: Run) -> None:

@@ -15,12 +15,23 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd._averaged import wrappers_among
-from gradwire.autograd._passes import NONE, WAIT, ContextState
+from gradwire.autograd._engine import Destination
+from gradwire.autograd._passes import NONE, WAIT, ContextState, PassKind
 
 if TYPE_CHECKING:
     from gradwire.autograd._context import Unrecorded
 
-__all__ = ["gradients_of_leaves"]
+__all__ = ["gradients_of_leaves", "may_skip_engine"]
+
+
+def may_skip_engine(kind: PassKind) -> bool:
+    """Whether a pass leaves a worker alone that has sent nothing but leaves.
+
+    Into ``.grad`` there may be hooks, which are the engine's business, and a graph that is
+    retained, or made of the gradients, needs nodes.
+    """
+    is_kept = kind.destination == Destination.INTO_DICTIONARY
+    return is_kept and not kind.retain and not kind.create_graph
 
 
 def gradients_of_leaves(
