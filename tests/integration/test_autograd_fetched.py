@@ -501,7 +501,8 @@ _heads: dict[Any, int] = {}
 
 def limit_heads(limit: int | None) -> None:
     """Of what this worker sends to w0."""
-    connection: Any = current_agent().network.find("w0").link.connection  # type: ignore[union-attr]
+    link: Any = current_agent().network.find("w0").link
+    connection = link.connection
     if limit is None:
         connection._max_head_bytes = _heads.pop(connection)
     else:

@@ -193,26 +193,12 @@ class Caller:
         body = Body(FLAT_TUPLE, numbers, [-1] * len(numbers))
         message = Call(next(self._ids), deadline, target, POSITIONAL, None, body)
         notes: dict[str, Note] = {}
-        call: PendingCall | None = None
         try:
             outgoing = self._encode_plain(message, peer, target, notes)
-            cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
-            self._take_credit(peer, cost, deadline, label)
-            call = PendingCall(
-                message.id,
-                label,
-                deadline,
-                cost,
-                link,
-                self._waiting.wait_for_call,
-                notes,
-            )
-            self.num_started += 1
-            self._send_call(link, peer, call, outgoing)
         except BaseException:
-            self._not_started(call, notes)
+            self._not_started(None, notes)
             raise
-        return call
+        return self._begin(link, peer, message, label, outgoing, notes)
 
     def call_all(self, requests: Iterable[Callable[[], Request]]) -> list[Outcome]:
         """Calls functions on several workers, and waits for all results.
@@ -385,12 +371,36 @@ class Caller:
         if name in labels:
             label = labels[name](args)
         notes: dict[str, Note] = {}
-        call: PendingCall | None = None
         is_internal = name.startswith(INTERNAL_PREFIX)
         try:
             outgoing = self._encode_call(
                 message, value, peer, name, notes, making, is_internal
             )
+        except BaseException:
+            self._not_started(None, notes)
+            raise
+        return self._begin(
+            *(link, peer, message, label, outgoing, notes),
+            is_async=is_async,
+            counts=not is_internal,
+        )
+
+    def _begin(
+        self,
+        link: Link,
+        peer: Peer,
+        message: Call,
+        label: str,
+        outgoing: Outgoing,
+        notes: dict[str, Note],
+        *,
+        is_async: bool = False,
+        counts: bool = True,
+    ) -> PendingCall:
+        """Waits for credit if need be, and sends a call that is encoded."""
+        call: PendingCall | None = None
+        deadline = message.deadline
+        try:
             cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
             self._take_credit(peer, cost, deadline, label)
             call = PendingCall(
@@ -404,7 +414,7 @@ class Caller:
             )
             if is_async:
                 call.future = Future(outcome=call, executor=self._run_callback)
-            if not is_internal:
+            if counts:
                 self.num_started += 1
             self._send_call(link, peer, call, outgoing)
         except BaseException:

@@ -603,12 +603,10 @@ class Network:
             ValueError: It is neither name, rank nor WorkerInfo.
             UnknownWorker: There is no such worker.
         """
-        kind = type(to)
-        peer: Peer | None
-        if kind is str:
-            peer = self._by_name.get(to)  # type: ignore[call-overload]
-        elif kind is int:
-            peer = self._peers.get(to)  # type: ignore[call-overload]
+        if type(to) is str:
+            peer = self._by_name.get(to)
+        elif type(to) is int:
+            peer = self._peers.get(to)
         elif isinstance(to, WorkerInfo):
             peer = self._peers.get(to.id)
             if peer is not None and peer.info.name != to.name:

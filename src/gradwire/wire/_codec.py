@@ -30,6 +30,7 @@ from gradwire.wire._messages import (
     SINGLE,
     Body,
     Message,
+    Reply,
     TensorMeta,
     decoder_of,
     kind_of,
@@ -88,6 +89,7 @@ _encode_control = msgspec.msgpack.Encoder().encode
 _STRIDED = torch.strided
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
+_REPLY_KIND = kind_of(Reply)
 
 
 class _NoValue(Enum):
@@ -401,8 +403,8 @@ def describe_small(tensor: torch.Tensor) -> TensorMeta | None:
     return TensorMeta(code, shape, None, 0, 0, flags)
 
 
-def encode_small(message: Message, meta: TensorMeta, tensor: torch.Tensor) -> bytes:
-    """The head of a message whose value is one tensor, and that needs no buffers.
+def encode_small(message: Reply, meta: TensorMeta, tensor: torch.Tensor) -> bytes:
+    """The head of a reply whose value is one tensor, and that needs no buffers.
 
     Args:
         message: Its ``body`` is set.
@@ -410,9 +412,9 @@ def encode_small(message: Message, meta: TensorMeta, tensor: torch.Tensor) -> by
         tensor: The tensor.
     """
     nbytes = tensor.nbytes
-    message.body = Body(SINGLE, [None], [0], [meta], [nbytes])  # type: ignore[attr-defined]
+    message.body = Body(SINGLE, [None], [0], [meta], [nbytes])
     control = _encode_control(message)
-    fixed = _pack_fixed(kind_of(type(message)), 0, 0, len(control), 0)
+    fixed = _pack_fixed(_REPLY_KIND, 0, 0, len(control), 0)
     return b"".join((fixed, control, bytes_at(tensor.data_ptr(), nbytes)))
 
 

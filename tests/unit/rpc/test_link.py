@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import socket
 import threading
@@ -99,12 +100,12 @@ def test_caller_leaves_the_reading_to_those_who_serve():
         pool.close(LIMIT_S)
 
 
-def _call_rapidly(link: Link, peer: StreamConnection) -> None:
+def _call_rapidly(link: Link, peer: StreamConnection, owner: Any) -> None:
     """As a thread does that will be back very soon: nobody else reads meanwhile."""
     for _ in range(3):
         answer = Outcome()
         peer.send(b"answer")
-        link._owner.on_next = lambda answer=answer: answer.finish(None, None)  # type: ignore[attr-defined]
+        owner.on_next = functools.partial(answer.finish, None, None)
         link.read_as_caller(answer, time.monotonic() + LIMIT_S, [answer], "answers")
         assert answer.done
     assert not link._reading_wanted
@@ -137,7 +138,7 @@ def test_thread_that_sleeps_leaves_connections_to_others(sleeps_at, monkeypatch)
     links = [Link(StreamConnection("test", p[0], Limits()), pool, owner) for p in pairs]
     peers = [StreamConnection("test", p[1], Limits()) for p in pairs]
     try:
-        _call_rapidly(links[0], peers[0])
+        _call_rapidly(links[0], peers[0], owner)
         while not owner.heads.empty():
             owner.heads.get()
 

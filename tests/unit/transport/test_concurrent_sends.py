@@ -58,6 +58,7 @@ def test_frames_of_many_threads_all_arrive():
 
 def test_frame_that_another_thread_has_sent_meanwhile_is_not_sent_again():
     """The interpreter may switch to others right when a frame is in the queue."""
+    ours: Any
     ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
 
     class Queue(deque[Any]):
@@ -72,7 +73,7 @@ def test_frame_that_another_thread_has_sent_meanwhile_is_not_sent_again():
         ours.send(b"second")  # and the first with it
         ours.send(b"third", hold=True)
 
-    ours._queue = Queue()  # type: ignore[attr-defined]
+    ours._queue = Queue()
     ours.send(b"first")
     ours.flush()
 
