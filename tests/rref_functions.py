@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -89,6 +89,22 @@ def end_test() -> None:
     kept.clear()
     functions.forget_events()
     wait_until_nothing_is_left()
+
+
+def clean(request: Any) -> Iterator[None]:
+    """Body of a fixture: a test leaves no references on the workers that it shares."""
+    cluster: Any = None
+    if "cluster" in request.fixturenames:
+        cluster = request.getfixturevalue("cluster")
+    yield
+    if cluster is not None:
+        check_nothing_is_left(cluster)
+
+
+def check_nothing_is_left(cluster: Any, *lost: int) -> None:
+    ranks = [rank for rank in range(cluster.world_size) if rank not in lost]
+    for ending in [cluster.start(rank, end_test) for rank in ranks]:
+        ending.result()
 
 
 def count_of(key: str) -> int:

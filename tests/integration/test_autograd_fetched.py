@@ -16,7 +16,6 @@ import autograd_handlers as handlers
 import functions
 import rref_functions as fn
 from autograd_functions import call, parameter
-from cluster import Cluster
 from gradwire import autograd, rpc
 from gradwire.autograd._api import current_exchange
 from gradwire.autograd._functions import Recv
@@ -44,13 +43,7 @@ def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    cluster: Cluster | None = None
-    if "cluster" in request.fixturenames:
-        cluster = request.getfixturevalue("cluster")
-    yield
-    if cluster is not None:
-        for ending in [cluster.start(rank, fn.end_test) for rank in range(4)]:
-            ending.result()
+    yield from fn.clean(request)
 
 
 # ----------------------------------------------------------------- what is called there

@@ -31,13 +31,7 @@ def _clean(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    cluster: Cluster | None = None
-    if "cluster" in request.fixturenames:
-        cluster = request.getfixturevalue("cluster")
-    yield
-    if cluster is not None:
-        for ending in [cluster.start(rank, fn.end_test) for rank in range(4)]:
-            ending.result()
+    yield from fn.clean(request)
 
 
 # ----------------------------------------------------------------------------- programs

@@ -49,18 +49,7 @@ ALL = ("w0", "w1", "w2", "w3")
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    cluster: Cluster | None = None
-    if "cluster" in request.fixturenames:
-        cluster = request.getfixturevalue("cluster")
-    yield
-    if cluster is not None:
-        check_nothing_is_left(cluster)
-
-
-def check_nothing_is_left(cluster: Cluster, *lost: int) -> None:
-    ranks = [rank for rank in range(cluster.world_size) if rank not in lost]
-    for call in [cluster.start(rank, fn.end_test) for rank in ranks]:
-        call.result()
+    yield from fn.clean(request)
 
 
 # --------------------------------------------------------------------- what it refers to
@@ -589,7 +578,7 @@ def test_function_does_not_run_before_its_references_are_confirmed(make_cluster)
 
     call.result()
     assert cluster.run(2, fn.has_begun, "begun")
-    check_nothing_is_left(cluster)
+    fn.check_nothing_is_left(cluster)
 
 
 def has_pending_user() -> bool:
@@ -714,7 +703,7 @@ def test_call_whose_deadline_has_passed_leaves_nothing(make_cluster):
     cluster.cont(1)
 
     assert not cluster.run(1, fn.has_begun, "begun")
-    check_nothing_is_left(cluster)
+    fn.check_nothing_is_left(cluster)
     assert not cluster.run(1, fn.has_begun, "begun")
 
 
@@ -866,7 +855,7 @@ def test_lost_owner_is_an_error_everywhere(make_cluster):
 
     cluster.run(0, check_owner_is_lost, "rref")
     cluster.run(2, check_owner_is_lost, "rref")
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 def check_owner_is_lost(name: str) -> None:
@@ -930,7 +919,7 @@ def test_owner_that_cannot_be_reached_is_not_dialled_for_each_reference(make_clu
 
     cluster.run(0, check_call_has_lost_the_owner)
     assert cluster.run(2, whom_it_dialled) == ["w1"]
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 dialled: list[str] = []
@@ -972,7 +961,7 @@ def test_owner_that_dies_while_it_is_waited_for(make_cluster):
     cluster.kill(1)
 
     assert waits.result() == ["OwnerLost"] * 4
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 def wait_in_vain() -> list[str]:
@@ -1013,7 +1002,7 @@ def test_references_of_a_lost_worker_are_dropped(make_cluster):
     cluster.run(0, fn.wait_until, has_two_forks)
     assert cluster.run(2, fetch_kept, "own") == [1]
     assert cluster.run(2, fetch_kept, "made by w2") == "made by w2"
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 def keep_own(name: str, value: Any) -> None:
@@ -1048,7 +1037,7 @@ def test_result_for_a_lost_caller_leaves_nothing(make_cluster):
 
     cluster.run(0, functions.set_event, "one")
 
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 @LOSSES
@@ -1058,7 +1047,7 @@ def test_argument_for_a_worker_that_dies_meanwhile_leaves_nothing(make_cluster):
     cluster.run(0, send_while_it_dies, cluster.pid(1))
     cluster.wait_dead(1)
 
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 def send_while_it_dies(pid: int) -> None:
@@ -1080,7 +1069,7 @@ def test_creator_that_dies_leaves_nothing(make_cluster):
     kill(cluster, 1, 0)
     cluster.run(0, functions.set_event, "made")
 
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 @LOSSES
@@ -1092,7 +1081,7 @@ def test_parent_that_dies_leaves_the_reference_that_it_gave(make_cluster):
     kill(cluster, 1, 0, 2)
 
     assert cluster.run(2, fetch_kept, "own") == [1]
-    check_nothing_is_left(cluster, 1)
+    fn.check_nothing_is_left(cluster, 1)
 
 
 def give_kept(name: str, to: str) -> None:
