@@ -230,12 +230,6 @@ class Agent:
             self.lose(peer, f"it broke the protocol: {error}")
         return None
 
-    def make_way(self, request: Any) -> None:
-        """See `LinkOwner`."""
-        server = self._server
-        if server.knows_slow_ones and type(message := request[1]) is Call:
-            server.make_way(message.target)
-
     def serve(self, link: Link, request: Any) -> None:
         """See `LinkOwner`."""
         peer, message, frame = request

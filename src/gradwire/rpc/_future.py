@@ -8,7 +8,7 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -40,6 +40,9 @@ class Outcome:
 
     __slots__ = ("_callbacks", "_lock", "_waiters", "done", "error", "value")
 
+    num_woken: ClassVar[int] = 0
+    """Goes up whenever threads are woken. Not guarded: it tells that there were some."""
+
     def __init__(self) -> None:
         self.done = False
         self.value: Any = None
@@ -58,6 +61,7 @@ class Outcome:
             self.done = True
             waiters, self._waiters = self._waiters, None
         if waiters:
+            Outcome.num_woken += 1
             for waiter in waiters:
                 waiter.release()
         return True

@@ -25,7 +25,6 @@ from gradwire.rpc._turn import (
     LONGEST_TURN_S,
     LOOK_S,
     Turn,
-    current_turn,
     leave_unread,
     let_others_read,
     set_turn,
@@ -36,6 +35,7 @@ __all__ = ["MOST_PASSED_ON", "SLICE_S", "Link", "LinkOwner"]
 
 _MOST_HELD = 64
 _MOST_GAUGES = 64
+_NOT_LEFT = 64  # waits of handlers, after one that did not come back soon
 MOST_PASSED_ON = 3
 """Requests after which a caller leaves the reading to those who serve them: a call or two
 back belong to most conversations."""
@@ -51,9 +51,6 @@ class LinkOwner(Protocol):
 
     def accept(self, link: Link, frame: Frame) -> Any:
         """Handles a frame, which may run callbacks; returns a request to serve, or None."""
-
-    def make_way(self, request: Any) -> None:
-        """Lets others go on if the request asks for something that is known to take long."""
 
     def serve(self, link: Link, request: Any) -> None:
         """Serves a request; may block."""
@@ -110,6 +107,7 @@ class Link:
         self._turn: Turn | None = None
         self._reading_wanted = self._writing_wanted = False
         self._num_handled = 0  # of the frames that were read
+        self._num_not_left = 0  # waits after which a handler is not to leave it unread
         self.num_waiting = 0
         self._ended = False
         self._open = True
@@ -212,17 +210,19 @@ class Link:
     def serve_in_turn(self, turn: Turn) -> bool:
         """Reads and serves what there is; returns whether the turn goes on.
 
-        ``has_woken`` tells afterwards whether somebody waited for what was read.
+        ``has_woken`` tells afterwards whether some thread waited for what was read.
         """
         frames = self._receive()
-        self.has_woken = False
         if frames:
-            if self.num_waiting:
-                self.has_woken = not all(map(self._owner.is_request, frames))
+            num_woken = Outcome.num_woken
             self._work_off(frames, turn)
-            if not self.reads_again(turn):
-                return False
+            self.has_woken = Outcome.num_woken != num_woken
+            with self._lock:  # as `reads_again`
+                if turn.is_over:
+                    return False
+                turn.serving_since = 0.0
         else:
+            self.has_woken = False
             self.end_if_over()
         if self.connection.end is not None:
             return False
@@ -277,6 +277,7 @@ class Link:
                 is_sending = now - self.last_sent < LOOK_S
                 if away_s < (LONGEST_TURN_S if is_sending else LOOK_S):
                     return True
+                self._num_not_left = _NOT_LEFT
                 self._arm(read=True)
         turn = self._turn
         if turn is None:
@@ -296,6 +297,7 @@ class Link:
         deadline: float,
         calls: Sized,
         what: str,
+        before: Turn | None = None,
         *,
         unless_under_way: bool = False,
     ) -> None:
@@ -313,13 +315,13 @@ class Link:
             calls: The calls that are in flight on this link.
             what: What kind of thing the caller waits for: how long it took so far tells
                 whether to spin.
+            before: The turn that the thread has, at another connection.
             unless_under_way: What is waited for may be here already. If it has been
                 read, and is on its way through the pool, do not read.
         """
         turn = self.take_callers_turn(unless_under_way=unless_under_way)
         if turn is None:
             return
-        before = current_turn()
         is_nested = before is not None and before.is_callers
         wait = self._wait_inside_a_wait if is_nested else self._wait
         set_turn(turn)
@@ -356,12 +358,15 @@ class Link:
         """
         # A caller that calls again and again waits for its next answer in a moment:
         # arming the link in between would only cost, or wake a thread to fight with.
-        # (Not so a handler: when it is over, the next request comes.)
+        # A handler lets others read when it is over, for the next request comes then. But
+        # another one may be what it waits for meanwhile, in some way of its own.
         now = time.perf_counter()
         is_rapid = now - self._last_called < LOOK_S / 2
         self._last_called = now
         later = (is_rapid or len(calls) > 0) and not self.num_waiting
-        later = later and not self._pool.is_pool_thread
+        if self._num_not_left and later and self._pool.is_pool_thread:
+            self._num_not_left -= 1
+            later = False
         self.end_turn(turn, later=later)
         if later:
             leave_unread(self)
@@ -613,7 +618,6 @@ class Link:
             # Its thread waits in the middle of something else.
             self._pool.submit(functools.partial(self._owner.serve, self, request))
             return
-        self._owner.make_way(request)
         holder.append(request)
         del request
         self._owner.serve(self, holder.pop())

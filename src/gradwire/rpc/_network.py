@@ -10,7 +10,7 @@ import difflib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gradwire._config import RpcBackendOptions
@@ -120,6 +120,8 @@ class Network:
         self._peers: dict[int, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self._links: dict[Link, Peer] = {}
+        self.peer_of: Callable[[Link], Peer | None] = self._links.get
+        """Who is at the other end of a connection; None if that is over."""
         # Those who came by themselves and are not connected yet, and whose places they
         # have taken.
         self._guests: dict[Peer, Peer | None] = {}
@@ -642,10 +644,6 @@ class Network:
         """All members, this one too, by rank."""
         with self._lock:
             return sorted(self._peers.values(), key=lambda p: p.info.id)
-
-    def peer_of(self, link: Link) -> Peer | None:
-        """Who is at the other end; None if the connection is over."""
-        return self._links.get(link)
 
     def links(self) -> list[tuple[Link, Peer]]:
         """All connections."""

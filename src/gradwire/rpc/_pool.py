@@ -22,7 +22,7 @@ from gradwire.rpc._lead import Lead
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._poller import Event, make_poller
 from gradwire.rpc._signals import may_be_of_a_signal
-from gradwire.rpc._turn import LONGEST_TURN_S, set_helper
+from gradwire.rpc._turn import LONGEST_TURN_S, let_others_read, set_helper
 
 if TYPE_CHECKING:
     from gradwire.rpc._link import Link
@@ -179,7 +179,9 @@ class WorkerPool:
 
     def resign(self) -> None:
         """The current thread is about to do something that takes its time."""
-        self.depose(threading.get_ident())
+        me = threading.get_ident()
+        if self._lead.holder == me:
+            self.depose(me)
 
     def depose(self, thread: int) -> None:
         """A thread takes long: if it leads, another one shall when there is something."""
@@ -320,6 +322,8 @@ class WorkerPool:
             if may_be_of_a_signal(error):  # whoever submits runs it, after the end
                 raise
             _log.exception("%s: an internal task failed", self._name)
+        finally:
+            let_others_read()
 
     # ------------------------------------------------------------------------ end
 

@@ -37,7 +37,12 @@ from gradwire.rpc._lookups import Lookups
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._torch_modes import Modes
-from gradwire.rpc._turn import about_to_block, about_to_compute, current_turn
+from gradwire.rpc._turn import (
+    about_to_block,
+    about_to_compute,
+    current_turn,
+    let_others_read,
+)
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 from gradwire.transport import Frame, Ticket
 from gradwire.wire import (
@@ -116,12 +121,7 @@ class Server:
                 r for r in self._active if r.peer is not peer or not r.is_waiting
             }
 
-    @property
-    def knows_slow_ones(self) -> bool:
-        """Whether there is any function for which `make_way` does something."""
-        return bool(self._times_slow or self._times_busy)
-
-    def make_way(self, target: str | None) -> None:
+    def _make_way(self, target: str | None) -> None:
         """Lets others go on, before something that takes so long that they should.
 
         Once or twice proves nothing: the thread may have been kept from running.
@@ -147,6 +147,8 @@ class Server:
             look_up, link, peer, call, frame
         ):
             return
+        if self._times_slow or self._times_busy:
+            self._make_way(call.target)
         agent = self._agent
         counts = not (call.target or "").startswith(INTERNAL_PREFIX)
         nbytes = len(frame.head)
@@ -227,6 +229,7 @@ class Server:
             request.fail(error)
             return
         finally:
+            let_others_read()
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)  # a handler switched it off and went away
         took_s = time.perf_counter() - start
@@ -278,7 +281,10 @@ class Server:
         if times >= _SLOW_TIMES:
             about_to_compute()
         before_s = time.thread_time()
-        work()
+        try:
+            work()
+        finally:
+            let_others_read()
         is_busy = time.thread_time() - before_s > _BUSY_WORK_S
         self._times_busy_for[rank] = times + 1 if is_busy else 0
 

@@ -166,7 +166,8 @@ class Waiting:
         else:
             about_to_block()
             link.read_as_caller(
-                outcome, limit, peer.calls, what, unless_under_way=unless_under_way
+                *(outcome, limit, peer.calls, what, turn),
+                unless_under_way=unless_under_way,
             )
 
     def _wait_for_others(

@@ -249,7 +249,8 @@ class BorrowedSegments:
     def __init__(self) -> None:
         self._mapped: dict[int, Mapping] = {}
         self._loans: dict[int, _Loan] = {}
-        self._ended: deque[_Loan] = deque()
+        self.ended: deque[_Loan] = deque()
+        """Loans of segments that wait to be returned; see `take_returns`."""
 
     def offer(self, number: int, size: int, descriptor: int) -> None:
         """Maps a new segment. Closes the descriptor in any case."""
@@ -286,22 +287,17 @@ class BorrowedSegments:
         array = (ctypes.c_ubyte * nbytes).from_address(mapping.address)
         # The tensor holds the array, and so the memory, also when we are gone.
         array.mapping = mapping  # type: ignore[attr-defined]
-        loan = _Loan(array, self._ended.append)
+        loan = _Loan(array, self.ended.append)
         loan.number = number
         self._loans[number] = loan
         return torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
 
-    @property
-    def has_returns(self) -> bool:
-        """Whether segments wait to be returned."""
-        return bool(self._ended)
-
     def take_returns(self) -> list[int]:
         """The numbers of segments that the peer may have back, some of them at least."""
         numbers: list[int] = []
-        while self._ended and len(numbers) < _MOST_RETURNED:
+        while self.ended and len(numbers) < _MOST_RETURNED:
             try:
-                number = self._ended.popleft().number
+                number = self.ended.popleft().number
             except IndexError:  # another thread was faster
                 break
             self._loans.pop(number, None)
@@ -323,5 +319,5 @@ class BorrowedSegments:
         """How many segments of the peer are mapped, and how many are in use."""
         return {
             "segments_mapped": len(self._mapped),
-            "segments_borrowed": len(self._loans) - len(self._ended),
+            "segments_borrowed": len(self._loans) - len(self.ended),
         }

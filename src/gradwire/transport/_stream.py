@@ -30,6 +30,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 from gradwire.errors import ClosedError, LocalProtocolError, RemoteProtocolError
 from gradwire.transport import _memory, _segments
@@ -134,18 +135,14 @@ class StreamConnection(Connection):
     def send(
         self, head: bytes, buffers: Sequence[RawBuffer] = (), *, hold: bool = False
     ) -> Ticket | None:
-        if self._closed:
-            raise ClosedError("the connection is closed")
-        if len(head) > self._max_head_bytes:
-            raise LocalProtocolError(
-                f"the message has {len(head)} bytes beside its tensors, the limit is "
-                f"{self._max_head_bytes} (options max_head_bytes, max_frame_bytes)"
-            )
+        size = len(head)
+        if self._closed or size > self._max_head_bytes:
+            self._refuse(size)
         if buffers:
             return self._send_with_buffers(head, buffers)
         self._frames_sent += 1
-        data = _pack_header(len(head), 0, _DATA, _MARK) + head
-        if self._borrowed.has_returns:
+        data = _pack_header(size, 0, _DATA, _MARK) + head
+        if self._borrowed.ended:
             data = self._returns() + data
         queue = self._queue
         queue.append(data)
@@ -154,23 +151,18 @@ class StreamConnection(Connection):
         # As `flush` does, written out for what is alone and fits, as most of it does. The
         # rest, and whatever went wrong, is left in the queue for it.
         lock = self._write_lock
-        if self._writes_directly and len(queue) == 1 and lock.acquire(False):
+        if self._writes_directly and lock.acquire(False):
             try:
                 self.writer = _get_ident()
                 # It may have been sent meanwhile, and what is alone now be another one's.
-                if (
-                    len(queue) == 1
-                    and queue[0] is data
-                    and not self._written
-                    and not self._closed
-                ):
+                if len(queue) == 1 and queue[0] is data and not self._written:
                     size = len(data)
                     (self._written,) = map(self._sock.send, (data,))
                     if self._written == size:
                         self._written = 0
                         del queue[0]
                         self._bytes_sent += size
-            except OSError:
+            except OSError:  # also if it was closed meanwhile
                 pass
             finally:
                 self.writer = 0
@@ -178,6 +170,14 @@ class StreamConnection(Connection):
         if queue:
             self.flush()
         return None
+
+    def _refuse(self, head_bytes: int) -> NoReturn:
+        if self._closed:
+            raise ClosedError("the connection is closed")
+        raise LocalProtocolError(
+            f"the message has {head_bytes} bytes beside its tensors, the limit is "
+            f"{self._max_head_bytes} (options max_head_bytes, max_frame_bytes)"
+        )
 
     def _send_with_buffers(
         self, head: bytes, buffers: Sequence[RawBuffer]
@@ -208,7 +208,7 @@ class StreamConnection(Connection):
             if not segment and nbytes and not is_in_write:
                 bulks.append(Bulk(buffer, self._write_lock))
         table.append(head)
-        if self._borrowed.has_returns:
+        if self._borrowed.ended:
             table.insert(0, self._returns())
         parts.append(b"".join([*table, *copies]))
         parts.extend(bulks)
@@ -478,9 +478,9 @@ class StreamConnection(Connection):
         if count < self._capacity and not self._descriptors:
             self.is_drained = True
             head_bytes = count - _HEADER_BYTES
-            if 0 < head_bytes <= self._max_head_bytes and view[
-                :_HEADER_BYTES
-            ] == _pack_header(head_bytes, 0, _DATA, _MARK):
+            if 0 < head_bytes <= self._max_head_bytes and self._buffer.startswith(
+                _pack_header(head_bytes, 0, _DATA, _MARK)
+            ):
                 frame = Frame(view[_HEADER_BYTES:count].tobytes(), [])
                 # No call behind this: see `_take_frame`.
                 self._stop = 0
@@ -705,7 +705,7 @@ class StreamConnection(Connection):
         with self._writing():
             dropped = self._lent.trim(now)
         data = _numbers_frame(_DROP, dropped) if dropped else b""
-        if self._borrowed.has_returns:
+        if self._borrowed.ended:
             data += self._returns()
         if data:
             self._queue.append(data)

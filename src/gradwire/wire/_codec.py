@@ -26,14 +26,14 @@ import torch
 from gradwire.errors import DecodeError, EncodeError, GradwireError
 from gradwire.wire._dtypes import CODE_OF_DTYPE
 from gradwire.wire._messages import (
+    DECODERS,
     FLAT_TUPLE,
+    KINDS,
     SINGLE,
     Body,
     Message,
     Reply,
     TensorMeta,
-    decoder_of,
-    kind_of,
 )
 from gradwire.wire._pickle import Packer
 from gradwire.wire._rebuild import rebuild_one, rebuild_tensors
@@ -89,7 +89,7 @@ _encode_control = msgspec.msgpack.Encoder().encode
 _STRIDED = torch.strided
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
-_REPLY_KIND = kind_of(Reply)
+_REPLY_KIND = KINDS[Reply]
 
 
 class _NoValue(Enum):
@@ -151,7 +151,7 @@ def encode(
     Raises:
         EncodeError: If something in the value cannot be sent.
     """
-    kind = kind_of(type(message))
+    kind = KINDS[type(message)]
     try:
         if value is NO_VALUE:
             control = _encode_control(message)
@@ -194,7 +194,7 @@ def decode_control(head: bytes) -> tuple[Message, int]:
             f"{len(head)}"
         )
     kind, flags, reserved, control_bytes, payload_bytes = _unpack_fixed(head)
-    decode = decoder_of(kind)
+    decode = DECODERS[kind]
     end = _FIXED_BYTES + control_bytes
     if flags or reserved or end + payload_bytes > len(head):
         raise DecodeError(

@@ -159,9 +159,30 @@ class Introduction(Message, array_like=True, gc=False):
 
 
 _MAX_KIND = 255
-_kinds: dict[type[Message], int] = {}
 _classes: dict[int, type[Message]] = {}
-_decoders: dict[int, Callable[[bytes], Message]] = {}
+
+
+class _Kinds(dict[type[Message], int]):
+    def __missing__(self, cls: type[Message]) -> int:
+        raise ValueError(
+            f"{cls.__module__}.{cls.__qualname__} is not registered; call "
+            "register_message(kind, cls) where it is defined"
+        )
+
+
+class _Decoders(dict[int, "Callable[[bytes], Any]"]):
+    def __missing__(self, kind: int) -> Callable[[bytes], Any]:
+        known = ", ".join(f"{k} ({c.__name__})" for k, c in sorted(_classes.items()))
+        raise RemoteProtocolError(
+            f"a message of kind {kind} arrived, which is unknown here; known kinds: {known}. "
+            "Run the same version of gradwire on all workers"
+        )
+
+
+KINDS = _Kinds()
+"""The numbers of the message classes; asked for another class, it says what is wrong."""
+DECODERS = _Decoders()
+"""By kind, the functions that decode the control part of messages; likewise."""
 
 
 def register_message(kind: int, cls: type[Message]) -> None:
@@ -186,38 +207,20 @@ def register_message(kind: int, cls: type[Message]) -> None:
             f"kind {kind} belongs to {holder.__module__}.{holder.__qualname__}; choose "
             f"another one for {cls.__module__}.{cls.__qualname__}"
         )
-    if cls in _kinds:
+    if cls in KINDS:
         raise ValueError(
             f"{cls.__module__}.{cls.__qualname__} is registered already, as kind "
-            f"{_kinds[cls]}"
+            f"{KINDS[cls]}"
         )
     decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(cls)
-    _decoders[kind] = decoder.decode
+    DECODERS[kind] = decoder.decode
     _classes[kind] = cls
-    _kinds[cls] = kind
+    KINDS[cls] = kind
 
 
 def kind_of(cls: type[Message]) -> int:
     """The number of a registered message class."""
-    kind = _kinds.get(cls)
-    if kind is None:
-        raise ValueError(
-            f"{cls.__module__}.{cls.__qualname__} is not registered; call "
-            "register_message(kind, cls) where it is defined"
-        )
-    return kind
-
-
-def decoder_of(kind: int) -> Callable[[bytes], Any]:
-    """The function that decodes the control part of messages of this kind."""
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        known = ", ".join(f"{k} ({c.__name__})" for k, c in sorted(_classes.items()))
-        raise RemoteProtocolError(
-            f"a message of kind {kind} arrived, which is unknown here; known kinds: {known}. "
-            "Run the same version of gradwire on all workers"
-        )
-    return decoder
+    return KINDS[cls]
 
 
 register_message(1, Call)

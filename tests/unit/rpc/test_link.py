@@ -36,9 +36,6 @@ class Owner:
         self.heads.put(bytes(frame.head))
         self.threads.put(threading.current_thread())
 
-    def make_way(self, request: Any) -> None:
-        pass
-
     def serve(self, link: Link, request: Any) -> None:
         raise AssertionError("there are no requests")
 

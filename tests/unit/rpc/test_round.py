@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._round import _MOST_TURNS
@@ -61,9 +62,6 @@ class Bench:
 
     def accept(self, link: Link, frame: Frame) -> Any:
         return bytes(frame.head)
-
-    def make_way(self, request: Any) -> None:
-        pass
 
     def serve(self, link: Link, request: Any) -> None:
         self.handlers.get(request, lambda: None)()
@@ -234,19 +232,32 @@ def test_more_connections_than_one_thread_keeps_are_served(bench):
 
 def test_round_ends_when_somebody_waits_for_an_answer_that_was_read(bench):
     """That one needs the interpreter, and so do others if they are looked at meanwhile."""
+    outcome = Outcome()
+    waiter = threading.Thread(target=outcome.block, args=(LIMIT_S,))
+    waiter.start()
+    while not outcome._waiters:
+        time.sleep(0.001)
     bench.ask(0), bench.ask(1)
-    bench.is_request = lambda frame: frame.head != b"answer"
-    bench.links[0].waits_elsewhere(+1)
-    read = threading.Event()
-    bench.handlers = {b"answer": read.set}
+    bench.handlers = {b"answer": lambda: outcome.finish(None, None)}
 
     start = time.monotonic()
     bench.peers[0].send(b"answer")
-    assert read.wait(LIMIT_S)
+    waiter.join(LIMIT_S)
     while bench.links[1]._turn is not None:
         assert time.monotonic() - start < SPIN_S / 2, "it looks on"
         time.sleep(0.001)
 
+
+def test_round_goes_on_if_nobody_waits_for_what_was_read(bench):
+    bench.ask(0), bench.ask(1)
+    bench.links[0].waits_elsewhere(+1)  # for something else
+
+    bench.peers[0].send(b"news")
+    assert bench.served.get(timeout=LIMIT_S)[0] == b"news"
+    turn = bench.links[1]._turn
+    bench.ask(0)
+
+    assert turn is not None and bench.links[1]._turn is turn
     bench.links[0].waits_elsewhere(-1)
 
 

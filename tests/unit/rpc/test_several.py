@@ -39,9 +39,6 @@ class Owner:
             self.on_answer()
             self.calls[int(frame.head)].settle(bytes(frame.head), None)
 
-    def make_way(self, request: Any) -> None:
-        pass
-
     def serve(self, link: Link, request: Any) -> None:
         raise AssertionError("there are no requests")
 
