@@ -298,6 +298,11 @@ def test_proxies_pass_all_arguments():
 
     assert rref.rpc_sync().all_of(1, x=2) == ((1,), {"x": 2})
     assert rref.rpc_sync().all_of(name=1, self_=2) == ((), {"name": 1, "self_": 2})
+    plain = (1, -2.5, True, None, "text", b"bytes")
+    assert rref.rpc_sync().all_of(*plain) == (plain, {})
+    too_large = (2**70, "\udc80")  # for what plain values are sent with
+    assert rref.rpc_sync().all_of(*too_large) == (too_large, {})
+    assert rref.rpc_async().all_of(*too_large).wait() == (too_large, {})
 
 
 @on_worker(0)

@@ -170,7 +170,9 @@ class Recorder(Interceptor):
         is_cut = is_cut_outside_context(label)
         side = None
         if name is not None:
-            side = self._find_side(name, is_grad_enabled and is_cut)
+            side = self.exchange.registry.find(name)
+            if side is None and is_grad_enabled and is_cut:
+                self.exchange.refuse_if_broken(name)
         autocast = autocast_state()
         if side is None and is_grad_enabled:
             if is_cut:
@@ -220,13 +222,15 @@ class Recorder(Interceptor):
         tracked: list[Tensor],
     ) -> None:
         """See `Interceptor`."""
-        if isinstance(note, CutNote):
+        exchange = self.exchange
+        side = made_in = None
+        if type(note) is _CallNote:
+            side, made_in = note.answered(), note.made_in
+        elif isinstance(note, CutNote):
             note.answered(label, header)
             return
-        exchange = self.exchange
-        if note is not None and not isinstance(note, _CallNote):
+        elif note is not None:
             raise AssertionError("a note of another layer")
-        side = note.answered() if note is not None else None
         if header is None:
             if side is not None and side.is_implicit:
                 exchange.releases.end(side)  # nothing came back that could lead there
@@ -252,7 +256,7 @@ class Recorder(Interceptor):
             reply.after,
             tracked,
             lease=lease,
-            made_in=note.made_in if note is not None else None,
+            made_in=made_in,
             function=label,
             may_wait=reply.is_of_leaves,
         )
@@ -375,9 +379,9 @@ class Recorder(Interceptor):
             return None
         if flags and flags != CONTEXT_KEEPS_GRAD:
             return None
-        name = ContextName(key, call.incarnation)
-        side = exchange.registry.find(name)
+        side = exchange.registry.find(call)
         if side is None:
+            name = ContextName(key, call.incarnation)
             try:
                 side = exchange.registry.join(name, "", bool(flags), peer)
             except GradwireError:
@@ -433,7 +437,9 @@ class _CallNote(Note):
     __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in")
 
     def __init__(self, exchange: Exchange, side: Side | None) -> None:
-        super().__init__()
+        # As `Note` does, written out: each call in a context makes one.
+        self.addition = NOTHING
+        self.call = None
         self._exchange = exchange
         self._side = side
         self._own: tuple[str, int, int, Leaving] | None = None
@@ -453,6 +459,8 @@ class _CallNote(Note):
 
     def sent(self) -> None:
         """See `Note`."""
+        if self._own is None and self.event < 0:
+            return  # it has no history; or its answer was faster, and has seen to it
         with self._lock:
             if self._own is not None:
                 self._make_side(*self._own)

@@ -52,7 +52,7 @@ class Ended:
 
 class _Naming(Protocol):
     @property
-    def key(self) -> int: ...
+    def key(self) -> int | None: ...
     @property
     def incarnation(self) -> int: ...
 
@@ -115,7 +115,7 @@ class Registry:
 
     def find(self, name: _Naming) -> Side | None:
         """Our side of a context, if there is one; a message names one, too."""
-        side = self._sides.get(name.key)
+        side = self._sides.get(name.key)  # type: ignore[arg-type]
         if side is None or side.name.incarnation != name.incarnation:
             return None
         return side

@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from gradwire._config import UNSET_TIMEOUT
 from gradwire.errors import (
     CallTimeout,
     DecodeError,
+    EncodeError,
     RemoteProtocolError,
     TransportError,
 )
@@ -46,13 +48,14 @@ from gradwire.rpc._serving import (
     WITH_KEYWORDS,
 )
 from gradwire.rpc._signals import interruptible, may_be_of_a_signal, shielded
-from gradwire.rpc._targets import labels
+from gradwire.rpc._targets import labels, own_names
 from gradwire.rpc._turn import current_turn
 from gradwire.rpc._waiting import Waiting
 from gradwire.transport import Frame
 from gradwire.wire import (
     FLAT_TUPLE,
     NO_VALUE,
+    PLAIN_TYPES,
     Body,
     Call,
     Message,
@@ -161,7 +164,7 @@ class Caller:
         compiler = set_compiler(None)
         try:
             with shielded():
-                call = self._start_asking(to, target, numbers, timeout)
+                call = self._start_own(to, target, numbers, timeout, labels[target](()))
                 try:
                     is_done = self._waiting.wait_for_call_shielded(call, None)
                 except BaseException:  # as in `call`
@@ -181,16 +184,26 @@ class Caller:
             call.notice()
         return call.value
 
-    def _start_asking(
-        self, to: object, target: str, numbers: list[int], timeout: float
+    def _start_own(
+        self,
+        to: object,
+        target: str,
+        values: list[Any],
+        timeout: float,
+        label: str,
+        is_async: bool = False,
     ) -> PendingCall:
+        """As `_start_call`, for a function of gradwire's own, with plain values only.
+
+        Raises:
+            EncodeError: One of them is too large to be sent as it is.
+        """
         peer = self._network.find(to)
         deadline = self.deadline(timeout)
         link = peer.link
         if link is None or peer.fate is not None:
             link = self._network.link_to(peer, deadline)
-        label = labels[target](())
-        body = Body(FLAT_TUPLE, numbers, [-1] * len(numbers))
+        body = Body(FLAT_TUPLE, values, [-1] * len(values))
         message = Call(next(self._ids), deadline, target, POSITIONAL, None, body)
         notes: dict[str, Note] = {}
         try:
@@ -198,7 +211,9 @@ class Caller:
         except BaseException:
             self._not_started(None, notes)
             raise
-        return self._begin(link, peer, message, label, outgoing, notes)
+        return self._begin(
+            link, peer, message, label, outgoing, notes, is_async=is_async
+        )
 
     def call_all(self, requests: Iterable[Callable[[], Request]]) -> list[Outcome]:
         """Calls functions on several workers, and waits for all results.
@@ -347,6 +362,20 @@ class Caller:
         is_async: bool,
         making: object | None = None,
     ) -> PendingCall:
+        if (
+            type(function) is FunctionType
+            and function in own_names
+            and not kwargs
+            and making is None
+            and type(args) is tuple
+            and PLAIN_TYPES.issuperset(map(type, args))
+        ):
+            own = own_names[function]
+            label = labels[own](args)
+            try:
+                return self._start_own(to, own, [*args], timeout, label, is_async)
+            except EncodeError:
+                pass  # as below then
         peer = self._network.find(to)
         if not callable(function):
             self._targets.check_callable(function)
@@ -619,15 +648,14 @@ class Caller:
         if call is None:
             self._drop_answer(peer, message)
             return None
-        put_off: list[Callable[[], None]] | None = None
-        if call.future is not None:
-            put_off = self._local.put_off = []
+        if call.future is None:
+            self._finish_call(peer, call, message, frame)
+            return None
+        put_off = self._local.put_off = []
         try:
             self._finish_call(peer, call, message, frame)
         except BaseException:
-            # A signal handler raised on a caller's thread; the call may be another's.
-            again = functools.partial(self._finish_call, peer, call, message, frame)
-            self._pool.submit(again, *(put_off or ()))
+            self._pool.submit(*put_off)
             raise
         finally:
             self._local.put_off = None
@@ -640,8 +668,14 @@ class Caller:
     def _finish_call(
         self, peer: Peer, call: PendingCall, message: Message, frame: Frame
     ) -> None:
-        value, error = self._read_answer(peer, call, message, frame)
-        call.settle(value, error)
+        try:
+            value, error = self._read_answer(peer, call, message, frame)
+            call.settle(value, error)
+        except BaseException:
+            # A signal handler raised on a caller's thread; the call may be another's.
+            again = functools.partial(self._finish_call, peer, call, message, frame)
+            self._pool.submit(again)
+            raise
         self._departure.check()
 
     def _read_answer(

@@ -98,11 +98,12 @@ class PendingCall(Outcome):
     def settle(self, value: Any, error: BaseException | None) -> None:
         """Finishes the call. Callbacks of its future may run here."""
         if self.finish(value, error):
-            self.drop_notes(error is not None, error)
-            # Taken out: a finished call and its future must not keep each other alive.
-            future, self.future = self.future, None
+            if self.notes:
+                self.drop_notes(error is not None, error)
             self.keeps = None
-            if future is not None:
+            if (future := self.future) is not None:
+                # Taken out: a finished call and its future must not keep each other alive.
+                self.future = None
                 future._settle()
 
     def drop_notes(self, has_failed: bool, error: BaseException | None = None) -> None:

@@ -23,10 +23,10 @@ class Lead:
             the poller cannot do that: then all lead at any time.
     """
 
-    __slots__ = ("_is_shared", "_is_watched", "_lock", "_watch", "holder")
+    __slots__ = ("_is_watched", "_lock", "_watch", "holder", "is_shared")
 
     def __init__(self, watch: Callable[[bool], None] | None) -> None:
-        self._is_shared = watch is None
+        self.is_shared = watch is None
         self._watch = watch or (lambda _: None)
         self._lock = threading.Lock()  # guards both: threads of the pool, and looks
         self._is_watched = False
@@ -35,7 +35,7 @@ class Lead:
     def claim(self) -> bool:
         """Whether the current thread leads, from now on if nobody else does."""
         me = threading.get_ident()
-        if self._is_shared or self.holder == me:
+        if self.is_shared or self.holder == me:
             return True
         with self._lock:
             if self.holder:
@@ -49,7 +49,7 @@ class Lead:
     @property
     def is_mine(self) -> bool:
         """Whether the current thread leads."""
-        return self._is_shared or self.holder == threading.get_ident()
+        return self.is_shared or self.holder == threading.get_ident()
 
     def depose(self, thread: int) -> bool:
         """Takes the lead from a thread; False if it did not have it."""

@@ -340,11 +340,10 @@ class Link:
         Args:
             unless_under_way: See `read_as_caller`.
         """
-        turn = Turn(self, is_callers=True)
         with self._lock:
             if self._reader is not None or (unless_under_way and self._is_under_way()):
                 return None
-            self._reader = self._turn = turn
+            self._reader = self._turn = turn = Turn(self, is_callers=True)
             if self._reading_wanted:
                 self._arm(read=False)
         return turn
@@ -367,8 +366,7 @@ class Link:
         if self._num_not_left and later and self._pool.is_pool_thread:
             self._num_not_left -= 1
             later = False
-        self.end_turn(turn, later=later)
-        if later:
+        if self.end_turn(turn, later=later) and later:
             leave_unread(self)
             self._owner.turn_begins(time.monotonic())
 
@@ -383,12 +381,10 @@ class Link:
         frames = self._receive()
         if not frames:
             return 0
-        num_passed_on = self._pass_on_requests(frames)
-        now = time.monotonic()
+        now = self.last_received
         for sibling in turn.siblings:  # none of them is read meanwhile
             sibling.serving_since = now
-        self._work_off(frames, turn)
-        return num_passed_on
+        return self._handle_as_caller(frames, turn)
 
     def reads_again(self, turn: Turn) -> bool:
         """A turn's thread has handled what there was; False if the turn is over."""
@@ -460,8 +456,7 @@ class Link:
             frames = self._receive()
             has_served = bool(frames)
             if frames:
-                most_passed_on -= self._pass_on_requests(frames)
-                self._work_off(frames, turn)  # which empties the list
+                most_passed_on -= self._handle_as_caller(frames, turn)
             if outcome.done or most_passed_on <= 0 or self.connection.end is not None:
                 return
             if has_served:
@@ -564,11 +559,26 @@ class Link:
     # Frames that were read may still be under way to their handling when the end of the
     # stream is seen. The end must come last, or calls would fail whose answer is here.
 
+    def _handle_as_caller(self, frames: list[Frame], turn: Turn) -> int:
+        """Handles what a caller has read; requests go to the pool. Empties the list.
+
+        Returns:
+            How many requests there were.
+        """
+        if len(frames) == 1 and not turn.rest and not self._owner.is_request(frames[0]):
+            # As mostly; `_work_off` does the same.
+            turn.serving_since = now = self.last_received
+            self._owner.turn_begins(now)
+            self._pool.ensure_follower()
+            self._handle(frames, turn)
+            return 0
+        num_requests = self._pass_on_requests(frames)
+        self._work_off(frames, turn)
+        return num_requests
+
     def _pass_on_requests(self, frames: list[Frame]) -> int:
         """Takes the requests out, which go to the pool; returns how many there were."""
         is_request = self._owner.is_request
-        if len(frames) == 1 and not is_request(frames[0]):
-            return 0
         requests = [frame for frame in frames if is_request(frame)]
         if requests:
             frames[:] = [frame for frame in frames if not is_request(frame)]

@@ -175,7 +175,8 @@ class WorkerPool:
     @property
     def leads(self) -> bool:
         """Whether the current thread leads; see `_lead`."""
-        return self._lead.is_mine
+        lead = self._lead
+        return lead.holder == threading.get_ident() or lead.is_shared
 
     def resign(self) -> None:
         """The current thread is about to do something that takes its time."""

@@ -135,6 +135,11 @@ class _Round:
 
     def _take_ready(self, found: Ready) -> list[Turn]:
         """The turns of what was found, and perhaps one more."""
+        if len(found) == 1:  # as mostly
+            fileno = found[0][0]
+            for turn in self.turns:
+                if turn.link.fileno == fileno:
+                    return [turn]
         filenos = [fileno for fileno, _ in found]
         ready = [turn for turn in self.turns if turn.link.fileno in filenos]
         if self._pool.poller_fileno in filenos:

@@ -161,7 +161,8 @@ class RefService(Interceptor):
     def _look_up(self, rref: list[Any]) -> Tensor | None:
         """The tensor that is the value of a reference, if it is there, and is one."""
         try:
-            owned = self._owned.get(RefId(*rref))
+            # A plain tuple is as good a key, and costs less.
+            owned = self._owned.get(tuple(rref))  # type: ignore[call-overload]
         except TypeError:  # it is no id at all
             return None
         if owned is None or not owned.outcome.done:

@@ -87,10 +87,9 @@ def _read_until_done(readings: list[Reading], limit: float) -> None:
         first = readings[0]
         gauge = first.link.gauge_of(first.calls[-1].target)
         ready = interruptible(_wait, readings, gauge, limit)
-        filenos = [fileno for fileno, _ in ready]
         for reading in readings:
             # If nothing is ready, all: some of it may have been read with a handshake.
-            if reading.link.fileno in filenos or not ready:
+            if not ready or any(reading.link.fileno == fileno for fileno, _ in ready):
                 num_left -= reading.link.read_as_sibling(reading.turn)
         for reading in readings[:]:
             if not reading.goes_on():

@@ -11,12 +11,21 @@ from gradwire.rpc._exports import Exports
 from gradwire.rpc._peer import Peer
 from gradwire.wire import name_of, resolve
 
-__all__ = ["AnyTargets", "ExportedTargets", "Targets", "labels", "shown_as"]
+__all__ = [
+    "AnyTargets",
+    "ExportedTargets",
+    "Targets",
+    "labels",
+    "own_names",
+    "shown_as",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 labels: dict[str, Callable[[tuple[Any, ...]], str]] = {}
 """By name of a function of gradwire itself: what its calls are for people."""
+own_names: dict[Callable[..., Any], str] = {}
+"""The names of these functions, which nobody replaces by others."""
 
 
 def shown_as(label: Callable[[tuple[Any, ...]], str]) -> Callable[[F], F]:
@@ -27,7 +36,8 @@ def shown_as(label: Callable[[tuple[Any, ...]], str]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        labels[f"{function.__module__}:{function.__name__}"] = label
+        name = f"{function.__module__}:{function.__name__}"
+        labels[name], own_names[function] = label, name
         return function
 
     return decorate

@@ -9,6 +9,7 @@ from __future__ import annotations
 from gradwire.wire._allowed import AllowedModules
 from gradwire.wire._codec import (
     NO_VALUE,
+    PLAIN_TYPES,
     Outgoing,
     decode_control,
     decode_value,
@@ -54,6 +55,7 @@ __all__ = [
     "INLINE_BYTES",
     "NO_VALUE",
     "PICKLE",
+    "PLAIN_TYPES",
     "TRACKED",
     "AllowedModules",
     "Body",

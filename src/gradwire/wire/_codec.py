@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_VALUE",
+    "PLAIN_TYPES",
     "Outgoing",
     "decode_control",
     "decode_value",
@@ -75,7 +76,9 @@ _FIXED: Final = struct.Struct(">BBHII")
 _FIXED_BYTES: Final = _FIXED.size
 _MAX_PART_BYTES: Final = 2**32 - 1
 _MOST_SMALL: Final = 4  # tensors that `_encode_small` takes
-_PLAIN: Final = frozenset((int, float, bool, type(None), str, bytes))
+PLAIN_TYPES: Final = frozenset((int, float, bool, type(None), str, bytes))
+"""Types of values that need no serializer, unless they are too large."""
+_PLAIN: Final = PLAIN_TYPES
 _REAL_CODE_OF_DTYPE: Final = {
     dtype: code for dtype, code in CODE_OF_DTYPE.items() if code not in COMPLEX_CODES
 }
@@ -282,6 +285,8 @@ def tracked_tensors(
     body: Body | None = getattr(message, "body", None)
     if body is None:
         return []
+    if len(tensors) == 1 == len(body.tensors):  # as mostly
+        return tensors if body.tensors[0].flags & TRACKED else []
     pairs = zip(tensors, body.tensors, strict=True)
     return [tensor for tensor, meta in pairs if meta.flags & TRACKED]
 

@@ -170,6 +170,74 @@ def _end_when_served(owner: Owner, outcome: Outcome) -> None:
         outcome.finish(None, None)
 
 
+@pytest.fixture
+def answered():
+    """A connection with its pool, whose owner takes answers, and the other end."""
+    ends = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    owner = Answered()
+    link = Link(StreamConnection("test", ends[0], Limits()), pool, owner)
+    peer = StreamConnection("test", ends[1], Limits())
+    yield link, peer, owner, pool
+    link.close()
+    peer.close()
+    pool.close(LIMIT_S)
+
+
+def _run_on(pool: WorkerPool, work: Any) -> Any:
+    """What work on a thread of the pool returns."""
+    outcome = Outcome()
+
+    def run() -> None:
+        try:
+            outcome.finish(work(), None)
+        except BaseException as error:
+            outcome.finish(None, error)
+
+    pool.submit(run)
+    assert outcome.block(LIMIT_S)
+    return outcome.result()
+
+
+def test_connection_is_unread_between_the_calls_of_a_handler_only(answered):
+    link, peer, owner, pool = answered
+    _run_on(pool, lambda: _call_rapidly(link, peer, owner))
+
+    # No look comes: whoever ran the handler has to see to it.
+    peer.send(b"request")
+    heads = [owner.heads.get(timeout=LIMIT_S) for _ in range(4)]
+    assert heads == [b"answer"] * 3 + [b"request"]
+
+
+def test_handler_that_did_not_come_back_leaves_nothing_unread_for_a_while(answered):
+    link, peer, owner, pool = answered
+
+    def call_and_stay_away() -> bool:
+        _call_rapidly(link, peer, owner)
+        link._last_called -= 1.0
+        link.check_turn(time.monotonic() + 1.0)
+        return link._reading_wanted
+
+    def call() -> bool:
+        answer = Outcome()
+        owner.on_next = functools.partial(answer.finish, None, None)
+        turn = link.take_callers_turn()
+        peer.send(b"answer")
+        link._read_until(
+            *(turn, answer, time.monotonic() + LIMIT_S, link.gauge, True, link._wait)
+        )
+        with link._lock:  # the poller may tell of nothing: all was read
+            link._last_called = time.perf_counter()
+        link.leave_callers_turn(turn, [])
+        return link._reading_wanted
+
+    assert _run_on(pool, call_and_stay_away), "the look has not armed it"
+    assert _run_on(pool, call), "it was left unread again at once"
+    link._num_not_left = 0
+    assert not _run_on(pool, call), "it is never left unread again"
+
+
 def test_waits_for_slow_things_do_not_end_the_spinning_for_quick_ones():
     ours, theirs = socket.socketpair()
     pool = WorkerPool("test", 1, lambda: None)
