@@ -20,7 +20,7 @@ import torch
 from gradwire._config import RpcBackendOptions, find_secret, find_tls
 from gradwire._environment import find_variable
 from gradwire.errors import GradwireError
-from gradwire.rpc.extension import find_address, rendezvous_host
+from gradwire.rpc.extension import find_address, num_cores, rendezvous_host
 from gradwire.transport import get_transport
 from gradwire.transport._tls_credentials import load_credentials
 
@@ -90,8 +90,7 @@ def _check_versions(options: RpcBackendOptions) -> Iterator[Finding]:
 
 def _check_cores(options: RpcBackendOptions) -> Iterator[Finding]:
     del options
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    cores = cores or os.cpu_count() or 1
+    cores = num_cores()
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is None:
         yield Finding(

@@ -15,7 +15,13 @@ from gradwire._environment import find_variable
 from gradwire.errors import ConnectError
 from gradwire.rpc._records import WorkerRecord
 
-__all__ = ["HostIdentity", "find_address", "identify_host", "rendezvous_host"]
+__all__ = [
+    "HostIdentity",
+    "find_address",
+    "identify_host",
+    "num_cores",
+    "rendezvous_host",
+]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,13 @@ class HostIdentity:
             (self.boot_id, self.network_namespace)
             == (record.boot_id, record.network_namespace)
         )
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def identify_host() -> HostIdentity:

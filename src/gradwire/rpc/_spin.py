@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TypeAlias, TypeVar
 
+from gradwire.rpc._host import num_cores
+
 __all__ = ["Ready", "SpinGauge", "readiness"]
 
 Ready: TypeAlias = list[tuple[int, int]]
@@ -70,7 +72,7 @@ class SpinGauge:
     def __init__(self) -> None:
         self._typical_s = 0.0
         self._penalty = _FEWEST_SKIPPED
-        self._skip = 0 if (os.cpu_count() or 1) > 1 else 1 << 62
+        self._skip = 0 if num_cores() > 1 else 1 << 62
 
     def note(self, waited_s: float) -> None:
         """Data came after so long, and not while `spin` looked for it."""

@@ -11,7 +11,7 @@ from gradwire.rpc._calls import PendingCall, Request
 from gradwire.rpc._context import serving_agent, serving_peer
 from gradwire.rpc._exports import for_agents, methods_for_agents
 from gradwire.rpc._future import Outcome
-from gradwire.rpc._host import find_address, rendezvous_host
+from gradwire.rpc._host import find_address, num_cores, rendezvous_host
 from gradwire.rpc._interceptors import (
     NOTHING,
     Addition,
@@ -52,6 +52,7 @@ __all__ = [
     "made_by",
     "method_request",
     "methods_for_agents",
+    "num_cores",
     "rebuild",
     "register_interceptor",
     "rendezvous_host",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from gradwire.rpc._spin import SpinGauge, readiness
 
 @pytest.fixture(autouse=True)
 def several_cores(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(_spin, "num_cores", lambda: 4)
 
 
 @pytest.fixture
@@ -189,7 +188,7 @@ def test_success_forgets_earlier_gaps(clock):
 
 
 def test_one_core_never_spins(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(_spin, "num_cores", lambda: 1)
 
     assert not SpinGauge().spin(always)
 
