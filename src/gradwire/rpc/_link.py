@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gradwire.errors import ProtocolError
 from gradwire.rpc._future import Outcome
@@ -32,6 +32,8 @@ from gradwire.rpc._turn import (
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
 __all__ = ["MOST_PASSED_ON", "SLICE_S", "Link", "LinkOwner"]
+
+T = TypeVar("T")
 
 _MOST_HELD = 64
 _MOST_GAUGES = 64
@@ -216,11 +218,12 @@ class Link:
         if frames:
             num_woken = Outcome.num_woken
             self._work_off(frames, turn)
+            goes_on = self.reads_again(turn)
+            if goes_on and turn.put_off:
+                goes_on = self._work_off_meanwhile(turn)
             self.has_woken = Outcome.num_woken != num_woken
-            with self._lock:  # as `reads_again`
-                if turn.is_over:
-                    return False
-                turn.serving_since = 0.0
+            if not goes_on:
+                return False
         else:
             self.has_woken = False
             self.end_if_over()
@@ -229,6 +232,32 @@ class Link:
         if self.holds:
             self.flush()
         self._quiet_since = time.perf_counter()
+        return True
+
+    def put_off(self, turn: Turn, work: Callable[[], None]) -> None:
+        """Does something soon, but not before the turn has looked for more requests.
+
+        Args:
+            turn: Of the current thread, at this link.
+            work: Sends what nobody waits for. Is run on this thread or one of the pool.
+        """
+        turn.put_off.append(work)
+        if turn.is_over:  # whoever has ended it may not have seen this
+            self._pool.submit(*_take_all(turn.put_off))
+
+    def _work_off_meanwhile(self, turn: Turn) -> bool:
+        """Serves what has come by now, and then does what was put off; as `reads_again`."""
+        frames = self._receive()
+        if frames:
+            self._work_off(frames, turn)
+            if not self.reads_again(turn):
+                return False
+        while turn.put_off:  # one by one: whoever sends looks whether there is more
+            try:
+                work = turn.put_off.pop(0)
+            except IndexError:  # whoever ended the turn was faster
+                break
+            work()
         return True
 
     def end_turn(
@@ -253,6 +282,8 @@ class Link:
                 self._arm(read=True)
         if turn.rest:
             self._submit(_take_all(turn.rest))
+        if turn.put_off:
+            self._pool.submit(*_take_all(turn.put_off))
         if self.holds:
             self.flush()
         if self.connection.end is not None:
@@ -663,12 +694,12 @@ class Link:
             self._pool.depose(turn.thread)
 
 
-def _take_all(rest: list[Frame]) -> list[Frame]:
-    """Empties the rest of a turn, from which others may take at the same time."""
-    frames = []
-    while rest:
+def _take_all(items: list[T]) -> list[T]:
+    """Empties a list of a turn, from which others may take at the same time."""
+    taken = []
+    while items:
         try:
-            frames.append(rest.pop())
+            taken.append(items.pop())
         except IndexError:  # another thread was faster
             break
-    return frames
+    return taken

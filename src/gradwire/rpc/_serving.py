@@ -457,6 +457,11 @@ class _Request:
         if self._keeper is not None:
             self._keep(value, None)
             value = None
+            turn = current_turn()
+            if turn is not None and turn.link is self._link and not turn.is_callers:
+                # The caller goes on already, and may wait for what it asks next.
+                self._link.put_off(turn, functools.partial(self.succeed, None))
+                return
         reply = Reply(self._id)
         try:
             if value is None:  # as of many functions: needs no body
@@ -567,7 +572,7 @@ class _Request:
                 self.was_quick
                 and turn is not None
                 and turn.link is self._link
-                and bool(turn.rest)
+                and bool(turn.rest or turn.put_off)
             )
             return self._link.send(outgoing.head, outgoing.buffers, hold=hold)
         except TransportError:

@@ -66,6 +66,7 @@ class Turn:
         "is_callers",
         "is_over",
         "link",
+        "put_off",
         "rest",
         "serving_since",
         "siblings",
@@ -81,6 +82,8 @@ class Turn:
         # Frames that were read and not handled, the next one last. Both the turn's thread
         # and whoever ends the turn take from it.
         self.rest: list[Any] = []
+        # What nobody waits for, and so comes after what was asked for meanwhile; likewise.
+        self.put_off: list[Callable[[], None]] = []
         # All turns of a thread that waits for several connections; see `_several`.
         self.siblings: Sequence[Turn] = ()
 

@@ -15,7 +15,7 @@ from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._spin import SpinGauge
-from gradwire.rpc._turn import Turn, about_to_block
+from gradwire.rpc._turn import Turn, about_to_block, current_turn
 from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
 
@@ -491,3 +491,84 @@ def test_caller_whose_turn_was_ended_in_a_wait_does_not_read(monkeypatch):
         link.close()
         theirs.close()
         pool.close(LIMIT_S)
+
+
+class PuttingOff(Owner):
+    """What comes first puts something off, and more comes meanwhile."""
+
+    def __init__(self, peer: StreamConnection, meanwhile: Any) -> None:
+        super().__init__()
+        self._peer = peer
+        self._meanwhile = meanwhile
+        self.done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.seen_by_who_blocks: queue.SimpleQueue[set[str]] = queue.SimpleQueue()
+
+    def is_request(self, frame: Frame) -> bool:
+        return False
+
+    def accept(self, link: Link, frame: Frame) -> Any:
+        if frame.head == b"first":
+            self._peer.send(b"meanwhile")
+            while self._peer.num_queued:  # whoever has sent "first" sends this, too
+                time.sleep(0)
+            turn = current_turn()
+            for name in ("put off", "and another"):
+                link.put_off(turn, functools.partial(self.done.put, name))
+        else:
+            self._meanwhile(self)
+
+
+@pytest.fixture
+def putting_off(request):
+    """The owner of a connection at which "first" has come."""
+    ours, theirs = socket.socketpair()
+    peer = StreamConnection("test", theirs, Limits())
+    owner = PuttingOff(peer, request.param)
+    pool = WorkerPool("test", 2, lambda: None)
+    pool.start()
+    link = Link(StreamConnection("test", ours, Limits()), pool, owner)
+    link.start()
+    peer.send(b"first")
+    yield owner
+    link.close()
+    peer.close()
+    pool.close(LIMIT_S)
+
+
+def _serve_what_came_meanwhile(owner: PuttingOff) -> None:
+    owner.done.put("what came meanwhile")
+
+
+def _wait_for_what_was_put_off(owner: PuttingOff) -> None:
+    about_to_block()
+    owner.seen_by_who_blocks.put({owner.done.get(timeout=LIMIT_S) for _ in range(2)})
+
+
+def _put_off_more_when_the_turn_is_over(owner: PuttingOff) -> None:
+    turn = current_turn()
+    about_to_block()
+    turn.link.put_off(turn, functools.partial(owner.done.put, "late"))
+    owner.seen_by_who_blocks.put({owner.done.get(timeout=LIMIT_S) for _ in range(3)})
+
+
+@pytest.mark.parametrize("putting_off", [_serve_what_came_meanwhile], indirect=True)
+def test_what_is_put_off_comes_after_what_came_meanwhile(putting_off):
+    done = [putting_off.done.get(timeout=LIMIT_S) for _ in range(3)]
+
+    assert done == ["what came meanwhile", "put off", "and another"]
+
+
+@pytest.mark.parametrize("putting_off", [_wait_for_what_was_put_off], indirect=True)
+def test_what_is_put_off_waits_for_nobody_who_blocks(putting_off):
+    seen = putting_off.seen_by_who_blocks.get(timeout=LIMIT_S)
+
+    assert seen == {"put off", "and another"}
+
+
+@pytest.mark.parametrize(
+    "putting_off", [_put_off_more_when_the_turn_is_over], indirect=True
+)
+def test_what_is_put_off_too_late_is_done_all_the_same(putting_off):
+    seen = putting_off.seen_by_who_blocks.get(timeout=LIMIT_S)
+
+    assert seen == {"put off", "and another", "late"}
