@@ -2,8 +2,9 @@
 
 Torch wraps ``step`` of every class of optimizers, so that its profiler shows it and hooks
 are called. The label goes through the dispatcher twice, which for few small parameters
-costs more than the step itself; the profiler has a cheaper one. All private names that
-this takes are here.
+costs more than the step itself; the profiler has a cheaper one. Inside of that, those of
+its own classes have another wrapper, which sets the grad mode, and does more for its
+compiler, which is not here. All private names that this takes are here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -26,24 +27,41 @@ _hooks_of_all: tuple[Any, ...] = tuple(
     getattr(sys.modules[Optimizer.__module__], f"_global_optimizer_{when}_hooks", None)
     for when in ("pre", "post")
 )
+_with_grad_mode: Any = getattr(
+    sys.modules[Optimizer.__module__], "_use_grad_for_differentiable", None
+)
+_set_grad_mode: Any = getattr(torch._C, "_set_grad_enabled", None)
 _has_private_names = (
     _Label is not None
     and None not in _hooks_of_all
+    and _with_grad_mode is not None
+    and _set_grad_mode is not None
     and hasattr(Optimizer, "profile_hook_step")
 )
+# All functions that it wraps have the code of the wrapper in common.
+_grad_mode_code = _with_grad_mode(lambda: None).__code__ if _has_private_names else None
 
 
 def run_step(optimizer: Optimizer, *args: Any) -> Any:
     """``optimizer.step(*args)``."""
     step: Any = type(optimizer).step
     if (
-        not getattr(step, "hooked", False)
+        not _has_private_names
+        or not getattr(step, "hooked", False)
         or "step" in vars(optimizer)
         or _has_hooks(optimizer)
     ):
         return optimizer.step(*args)
     with _Label(_label_of(type(optimizer).__name__)):
-        return step.__wrapped__(optimizer, *args)
+        step = step.__wrapped__
+        if getattr(step, "__code__", None) is not _grad_mode_code:
+            return step(optimizer, *args)
+        was_enabled = torch.is_grad_enabled()
+        _set_grad_mode(optimizer.defaults["differentiable"])
+        try:
+            return step.__wrapped__(optimizer, *args)
+        finally:
+            _set_grad_mode(was_enabled)
 
 
 def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
@@ -54,7 +72,7 @@ def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(step)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        optimizer = cast(Optimizer, args[0])
+        optimizer: Any = args[0]
         if _has_hooks(optimizer):
             return with_hooks(*args, **kwargs)
         with _Label(_label_of(type(optimizer).__name__)):
@@ -65,8 +83,6 @@ def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
 
 
 def _has_hooks(optimizer: Any) -> bool:
-    if not _has_private_names:
-        return True
     before, after = _hooks_of_all
     return bool(
         before

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+
 import pytest
 import torch
 from torch.optim import SGD
 from torch.optim.optimizer import (
+    _use_grad_for_differentiable,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -30,6 +34,23 @@ class Halving(torch.optim.Optimizer):
 
 class Shown(Halving):
     step = shown_to_profiler(Halving.step)
+
+
+def watched(wrap):
+    """A class whose step notes who has called it, and in which grad mode."""
+
+    class Watched(torch.optim.Optimizer):
+        def __init__(self, params, *, differentiable=False):
+            super().__init__(params, {"differentiable": differentiable})
+            self.called_by_us = self.had_grad = None
+
+        @wrap
+        def step(self, closure=None):
+            self.called_by_us = sys._getframe(1).f_code is run_step.__code__
+            self.had_grad = torch.is_grad_enabled()
+            return None if closure is None else closure()
+
+    return Watched
 
 
 def make_parameter():
@@ -105,3 +126,63 @@ def test_torch_does_not_wrap_it_once_more():
     Shown([make_parameter()])
 
     assert Shown.step is before
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_wrapper_that_sets_the_grad_mode_is_left_out(differentiable, is_enabled):
+    cls = watched(_use_grad_for_differentiable)
+    optimizer = cls([make_parameter()], differentiable=differentiable)
+
+    with torch.set_grad_enabled(is_enabled):
+        assert run_step(optimizer, lambda: 7) == 7
+        assert torch.is_grad_enabled() is is_enabled
+
+    assert optimizer.called_by_us
+    assert optimizer.had_grad is differentiable
+
+
+def test_grad_mode_is_put_back_when_a_step_fails():
+    optimizer = watched(_use_grad_for_differentiable)([make_parameter()])
+
+    def closure():
+        raise ValueError("no loss")
+
+    with pytest.raises(ValueError, match="no loss"):
+        run_step(optimizer, closure)
+
+    assert torch.is_grad_enabled()
+
+
+def renamed(step):
+    """A wrapper around that of torch, which looks like it."""
+
+    @functools.wraps(_use_grad_for_differentiable(step))
+    def outer(*args):
+        with torch.enable_grad():
+            return step(*args)
+
+    return outer
+
+
+@pytest.mark.parametrize("wrap", [torch.enable_grad(), renamed])
+def test_other_wrappers_are_called(wrap):
+    optimizer = watched(wrap)([make_parameter()])
+
+    with torch.no_grad():
+        run_step(optimizer)
+
+    assert not optimizer.called_by_us
+    assert optimizer.had_grad
+
+
+@pytest.mark.parametrize("cls", [SGD, torch.optim.Adam, torch.optim.RMSprop])
+def test_classes_of_torch_come_to_the_same(cls):
+    ours, theirs = make_parameter(), make_parameter()
+    short, long = cls([ours], lr=0.1), cls([theirs], lr=0.1)
+
+    for _ in range(3):
+        run_step(short)
+        long.step()
+
+    assert torch.equal(ours, theirs)
