@@ -257,6 +257,20 @@ def test_references_of_others_cannot_be_deleted(intruder, victims):
     del made
 
 
+@pytest.mark.parametrize("function", ["fetch", "invoke"])
+def test_what_is_equal_to_an_id_is_none(intruder, victims, function):
+    _, second, _ = victims
+    made = second.call("w0", fn.refer, (torch.ones(1),), timeout=LIMIT_S)
+    rank, incarnation, number = made._ref.id
+    name = ("size",) if function == "invoke" else ()
+
+    for rref in ((False, incarnation, number), (float(rank), incarnation, number)):
+        assert (rank, incarnation, number) == rref
+        text = intruder.refused(f"gradwire.rpc._rref:{function}", (*rref, *name))
+        assert "three ints" in text
+    del made
+
+
 def test_calls_over_the_limit_are_refused_and_harm_nobody(intruder, victims):
     _, second, _ = victims
     fn.close_gate()

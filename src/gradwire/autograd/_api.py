@@ -320,12 +320,13 @@ def is_available() -> bool:
 
 def current_exchange() -> Exchange:
     """That of the agent that serves the current handler, or of the process."""
-    for interceptor in current_agent().interceptors:
-        if isinstance(interceptor, Recorder):
-            return interceptor.exchange
-    raise UsageError(
-        "gradwire.autograd was imported after init_rpc(); import it before"
-    )
+    recorder = current_agent().layers.get(Recorder)
+    if recorder is None:
+        raise UsageError(
+            "gradwire.autograd was imported after init_rpc(); import it before"
+        )
+    exchange: Exchange = recorder.exchange
+    return exchange
 
 
 def check_repeatable(exchange: Exchange, what: str) -> None:

@@ -33,7 +33,7 @@ from gradwire.rpc._allocator import expect_large_blocks
 from gradwire.rpc._calling import Caller
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._exports import exports
-from gradwire.rpc._interceptors import registered_interceptors
+from gradwire.rpc._interceptors import Interceptor, registered_interceptors
 from gradwire.rpc._limits import PeerLimits
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
@@ -128,6 +128,9 @@ class Agent:
         self.membership = Membership(self.network, self.pool.submit)
         self.departure = Departure(self)
         self.interceptors = tuple(make(self) for make in registered_interceptors())
+        self.layers: dict[type[Interceptor], Any] = {
+            type(layer): layer for layer in self.interceptors
+        }
         self._handlers = {
             message: handler
             for interceptor in self.interceptors

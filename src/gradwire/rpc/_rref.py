@@ -30,14 +30,15 @@ from gradwire.rpc._context import serving_peer
 from gradwire.rpc._exports import for_agents
 from gradwire.rpc._future import Eventually, Future, Later
 from gradwire.rpc._interceptors import register_interceptor
+from gradwire.rpc._peer import Peer
 from gradwire.rpc._rref_parts import Handle, Owned, User
 from gradwire.rpc._rref_service import FETCH, RefService
-from gradwire.rpc._rref_table import RefId
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import shown_as
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 
 _LOOK_S = 0.5
+_TYPES_OF_ID = [int, int, int]
 
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
@@ -406,7 +407,7 @@ def _no_future(function: Callable[..., Any], result: object) -> UsageError:
 @shown_as(lambda _: "to_here()")
 def fetch(*rref: int) -> Any:
     """The value of a reference, as soon as it is made."""
-    outcome = _find(rref).outcome
+    outcome = _find(current_agent(), rref).outcome
     if outcome.done:
         return outcome.result()
     future: Future[Any] = Future(outcome=outcome)
@@ -431,21 +432,21 @@ def invoke(
     **kwargs: Any,
 ) -> Any:
     """Calls a method of a value; an attribute that is none is returned."""
-    value = _value_of((created_on, incarnation, local_id))
-    return _invoke_on(value, name, args, kwargs)
+    agent, asker = current_agent(), serving_peer.get()
+    value = _value_of(agent, asker, (created_on, incarnation, local_id))
+    return _invoke_on(agent.targets.method(value, name, asker), args, kwargs)
 
 
 @for_agents
 @shown_as(lambda args: f"the method {args[1]!r}")
 def invoke_own(rref: RRef[Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     """As `invoke`, for a call to oneself."""
-    return _invoke_on(rref.local_value(), name, args, kwargs)
-
-
-def _invoke_on(
-    value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+    value = rref.local_value()
     found = current_agent().targets.method(value, name, serving_peer.get())
+    return _invoke_on(found, args, kwargs)
+
+
+def _invoke_on(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not callable(found) and not args and not kwargs:
         return found
     result = found(*args, **kwargs)
@@ -460,7 +461,8 @@ def _invoke_on(
 @shown_as(lambda _: "RRef.backward()")
 def run_backward(rref: tuple[int, ...], context: int, retain_graph: bool) -> None:
     """See `RRef.backward`."""
-    _run_backward(context, _value_of(rref), retain_graph)
+    value = _value_of(current_agent(), serving_peer.get(), rref)
+    _run_backward(context, value, retain_graph)
 
 
 CUT_OUTSIDE_CONTEXT = frozenset(
@@ -501,20 +503,19 @@ def _run_backward(context: int, root: Any, retain_graph: bool) -> None:
         raise UsageError("contexts need gradwire.autograd, which was not imported")
 
 
-def _value_of(rref: tuple[int, ...]) -> Any:
-    outcome = _find(rref).outcome
-    asker = serving_peer.get()
+def _value_of(agent: Agent, asker: Peer | None, rref: tuple[int, ...]) -> Any:
+    outcome = _find(agent, rref).outcome
     # The call that makes it may never come, but whoever asks does not live for ever.
-    while not outcome.wait(_LOOK_S):
+    while not (outcome.done or outcome.wait(_LOOK_S)):
         if asker is not None and asker.fate is not None:
             raise asker.error()
     return outcome.result()
 
 
-def _find(rref: tuple[int, ...]) -> Owned:
-    if len(rref) != 3 or {*map(type, rref)} != {int}:
+def _find(agent: Agent, rref: tuple[int, ...]) -> Owned:
+    if [*map(type, rref)] != _TYPES_OF_ID:
         raise DecodeError("the id of an RRef must be three ints")
-    return _service_of(current_agent()).find(RefId(*rref))
+    return _service_of(agent).find(tuple(rref))
 
 
 def made_by(rref: RRef[Any]) -> int:
@@ -523,10 +524,8 @@ def made_by(rref: RRef[Any]) -> int:
 
 
 def _service_of(agent: Agent) -> RefService:
-    for interceptor in agent.interceptors:
-        if isinstance(interceptor, RefService):
-            return interceptor
-    raise AssertionError("an agent without references")
+    service: RefService = agent.layers[_Service]
+    return service
 
 
 class _Service(RefService):

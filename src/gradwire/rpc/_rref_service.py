@@ -146,10 +146,13 @@ class RefService(Interceptor):
             self._table.create(user.id, user.fork, owner.id)
         return user, Creation(user.id, user.fork)
 
-    def find(self, rref: RefId) -> Owned:
+    def find(self, rref: tuple[int, ...]) -> Owned:
         """A value of ours. If the call that makes it is still to come, it is awaited."""
-        with self._lock:
-            owned = self._find_or_await(rref)
+        # A plain tuple is as good a key, and mostly there is nothing to enter.
+        owned: Owned | None = self._owned.get(rref)  # type: ignore[call-overload]
+        if owned is None:
+            with self._lock:
+                owned = self._find_or_await(RefId(*rref))
         if owned is None:
             raise OwnerLost(
                 f"worker {self.agent.info.name!r} does not have the value of an RRef any "
