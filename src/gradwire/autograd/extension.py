@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from gradwire.autograd._api import check_repeatable as _check_repeatable
 from gradwire.autograd._api import current_exchange
 from gradwire.autograd._attempts import Attempt, add_note
@@ -19,6 +22,9 @@ __all__ = [
     "release_context",
     "set_implicit",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def open_context(*, into_grad: bool = False) -> int:
@@ -47,16 +53,15 @@ def current_context() -> int | None:
     return None if name is None else name.key
 
 
-class outside_context:
-    """Calls that are made inside belong to no context."""
-
-    __slots__ = ("_token",)
-
-    def __enter__(self) -> None:
-        self._token = active_context.set(None)
-
-    def __exit__(self, *error: object) -> None:
-        active_context.reset(self._token)
+def outside_context(
+    function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Calls a function; calls that it makes belong to no context."""
+    token = active_context.set(None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        active_context.reset(token)
 
 
 def find_context(context_id: int) -> Side:

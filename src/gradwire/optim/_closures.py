@@ -87,8 +87,7 @@ class Evaluations:
         def end(_: Future[Any]) -> None:
             self._requests.put(None)
 
-        with outside_context():
-            step = start()
+        step = outside_context(start)
         step.add_done_callback(end)
         try:
             while (answer := self._requests.get()) is not None:

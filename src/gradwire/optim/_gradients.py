@@ -6,8 +6,8 @@ Between workers an int means the dictionary of a context, and None means ``.grad
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from gradwire.autograd.extension import Attempt, find_context
@@ -31,7 +31,7 @@ def check_context(context_id: int | None) -> int | None:
     return find_source(context_id).context_id
 
 
-class Source(NamedTuple):
+class Source(msgspec.Struct, frozen=True):
     """Which gradients a step is about, and who may run it again."""
 
     context_id: int | None
@@ -47,8 +47,9 @@ def find_source(context_id: int | None) -> Source:
             "context_id must be what context() gave, an int, or None for .grad; found "
             f"{type(context_id).__name__}"
         )
-    side = find_context(int(context_id))
-    return Source(None if side.into_grad else int(context_id), side.attempt)
+    key = int(context_id)
+    side = find_context(key)
+    return Source(None if side.into_grad else key, side.attempt)
 
 
 def find_gradients(

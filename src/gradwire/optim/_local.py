@@ -195,7 +195,7 @@ class LocalOptimizer:
         with self._parameters_held:
             if changes:
                 self._apply(changes)
-            self._share_memory()
+            _give_memory(self.parameters, self._stand_ins)
             try:
                 self._versions.begin(self._take_gradients(context_id))
                 if evaluations is None:
@@ -203,7 +203,9 @@ class LocalOptimizer:
                     return None
                 return self._step_with(evaluations, context_id)
             finally:
-                self._clear()
+                self._drop_gradients()
+                # The optimizer may itself have given parameters other memory.
+                _give_memory(self._stand_ins, self.parameters)
                 self._versions.end()
 
     # ------------------------------------------------------------------- in two phases
@@ -301,7 +303,7 @@ class LocalOptimizer:
         saving: Saving | None,
     ) -> Trial:
         """The caller has the locks."""
-        self._share_memory()
+        _give_memory(self.parameters, self._stand_ins)
         trial = Trial(self._optimizer, self.parameters, self._stand_ins)
         try:
             self._apply(changes)
@@ -327,7 +329,7 @@ class LocalOptimizer:
         """Makes a snapshot of the present state, which gets a mark by this."""
         with self._parameters_held:
             self._apply(changes)
-            self._share_memory()
+            _give_memory(self.parameters, self._stand_ins)
             self._snapshots().save(mark, kept)
             self._set_record(mark)
 
@@ -339,7 +341,7 @@ class LocalOptimizer:
             pending.trial.undo()
             pending.held.release()
         with self._parameters_held:
-            self._share_memory()
+            _give_memory(self.parameters, self._stand_ins)
             self._snapshots().restore(mark)
             increment_version(self.parameters)
             self._set_record(mark)
@@ -389,15 +391,6 @@ class LocalOptimizer:
             stand_in.grad = gradient
         return gradients
 
-    def _share_memory(self) -> None:
-        """Follows parameters that were given other memory, as ``module.to()`` does."""
-        _give_memory(self.parameters, self._stand_ins)
-
-    def _clear(self) -> None:
-        """Ends a step; it may itself have given parameters other memory."""
-        self._drop_gradients()
-        _give_memory(self._stand_ins, self.parameters)
-
     def _drop_gradients(self) -> None:
         for stand_in in self._stand_ins:
             stand_in.grad = None
@@ -435,22 +428,15 @@ class LocalOptimizer:
 
 def _give_memory(givers: Sequence[Tensor], takers: Sequence[Tensor]) -> None:
     """Makes each taker the same part of the same memory as its giver."""
-    if _are_all_one(takers, givers):
-        return
+    try:
+        # Every step asks twice, and mostly it is so: hence no loop in Python.
+        if all(map(Tensor.is_set_to, takers, givers)):
+            return
+    except RuntimeError:  # not for all devices: it takes a closer look
+        pass
     for giver, taker in zip(givers, takers, strict=True):
         if not _is_one(taker, giver):
             taker.data = giver.detach()
-
-
-def _are_all_one(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether this is so for all pairs; False also if it takes a closer look to tell.
-
-    Every step asks twice, and mostly it is so: hence no loop in Python.
-    """
-    try:
-        return all(map(Tensor.is_set_to, ones, others))
-    except RuntimeError:  # not for all devices
-        return False
 
 
 def _is_one(one: Tensor, other: Tensor) -> bool:

@@ -261,19 +261,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_everywhere(self, source: Source) -> None:
-        changes = self._changes()
+        changes = find_changes(self.param_groups, self._sent)
         if self._needs_two_phases(source):
             self._transactions.step(self._shares, source, changes)
         else:
-            context_id = source.context_id
-
-            def arguments(share: Share) -> tuple[Any, ...]:
-                selected = share.select(changes)
-                return (context_id, selected) if selected else (context_id,)
-
             # Mostly nothing has changed, and the request is a few plain numbers.
-            self._ask("step", arguments if changes else (context_id,))
-        self._note_sent(changes)
+            alike = (source.context_id,)
+            arguments = partial(_add_changes, alike, changes) if changes else alike
+            ask_all(calls_to(self._shares, "step", arguments))
+        if changes:
+            self._note_sent(changes)
 
     def _needs_two_phases(self, source: Source) -> bool:
         return self._is_two_phase or source.attempt is not None
@@ -536,3 +533,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> list[Any]:
         """Asks all owners at once; see `calls_to`."""
         return ask_all(calls_to(self._shares, method, arguments))
+
+
+def _add_changes(
+    arguments: tuple[Any, ...], changes: Changes, share: Share
+) -> tuple[Any, ...]:
+    """Those for one owner, with what has changed in its groups, if anything has."""
+    selected = share.select(changes)
+    return (*arguments, selected) if selected else arguments

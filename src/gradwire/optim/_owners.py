@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradwire.autograd.extension import outside_context
 from gradwire.errors import GradwireError
@@ -19,6 +20,7 @@ from gradwire.rpc import Future
 from gradwire.rpc.extension import Outcome, Request, current_agent
 
 __all__ = [
+    "Call",
     "OwnersFailed",
     "ask_all",
     "collect",
@@ -57,11 +59,12 @@ class OwnersFailed(GradwireError):
         return combine, (self.failures,)
 
 
-Calls = Iterable[tuple[str, Callable[[], Request]]]
-"""For each the name of the owner, and what makes the request."""
+Call: TypeAlias = tuple[str, Callable[[], Request]]
+"""The name of an owner, and what makes the request."""
+_maker_of = operator.itemgetter(1)
 
 
-def ask_all(calls: Calls) -> list[Any]:
+def ask_all(calls: Iterable[Call]) -> list[Any]:
     """Calls all owners at once, waits for all of them, and returns their results.
 
     Raises:
@@ -69,7 +72,8 @@ def ask_all(calls: Calls) -> list[Any]:
         Exception: What failed on the only owner that did.
     """
     results, failures = collect(calls)
-    raise_failures(failures)
+    if failures:
+        raise_failures(failures)
     return results
 
 
@@ -81,15 +85,14 @@ def raise_failures(failures: dict[str, Exception]) -> None:
         raise failures.popitem()[1]
 
 
-def collect(calls: Calls) -> tuple[list[Any], dict[str, Exception]]:
+def collect(calls: Iterable[Call]) -> tuple[list[Any], dict[str, Exception]]:
     """Calls all owners at once, and waits for all of them.
 
     Returns:
         Their results, None for those that failed; and what failed, by owner.
     """
     asked = list(calls)
-    with outside_context():
-        outcomes = current_agent().call_all([make for _, make in asked])
+    outcomes = outside_context(current_agent().call_all, map(_maker_of, asked))
     results = []
     failures: dict[str, Exception] = {}
     for (owner, _), outcome in zip(asked, outcomes, strict=True):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gradwire.optim._local import Changes, Group, LocalOptimizer
+from gradwire.optim._owners import Call
 from gradwire.optim._places import Place
 from gradwire.rpc import RRef
-from gradwire.rpc.extension import Request, method_request
+from gradwire.rpc.extension import method_request
 
 __all__ = ["Part", "Share", "calls_to"]
 
@@ -67,7 +68,7 @@ def calls_to(
     shares: Sequence[Share],
     method: str,
     arguments: tuple[Any, ...] | Callable[[Share], tuple[Any, ...]] = (),
-) -> Iterator[tuple[str, Callable[[], Request]]]:
+) -> list[Call]:
     """Calls of a method of the optimizers of owners, for `ask_all`.
 
     Args:
@@ -75,6 +76,9 @@ def calls_to(
         method: Its name.
         arguments: Its arguments; or what makes those for one share.
     """
+    calls: list[Call] = []
     for share in shares:
         given = arguments if isinstance(arguments, tuple) else arguments(share)
-        yield share.owner, partial(method_request, share.rref, method, given)
+        request = partial(method_request, share.rref, method, given)
+        calls.append((share.owner, request))
+    return calls

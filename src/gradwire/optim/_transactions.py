@@ -158,12 +158,11 @@ _VOTES = {True: Vote.PREPARED, False: Vote.BUSY, None: Vote.FAILED}
 
 def _start(shares: Sequence[Share], call: Callable[[Any], Future[Any]]) -> None:
     """Tells all owners something that they may know, without waiting for answers."""
-    with outside_context():
-        for share in shares:
-            try:
-                call(share.rref.rpc_async(timeout=0))
-            except PeerLostError:
-                pass  # there is nothing to tell it any more
+    for share in shares:
+        try:
+            outside_context(call, share.rref.rpc_async(timeout=0))
+        except PeerLostError:
+            pass  # there is nothing to tell it any more
 
 
 def _one_of(failures: dict[str, Exception]) -> Exception:
