@@ -369,6 +369,32 @@ def test_what_is_not_simple_goes_the_long_way():
         assert ways(program) == {"long": 1}
 
 
+@on_worker(0)
+def test_each_fetch_is_in_the_context_and_the_modes_around_it():
+    def fetched() -> Tensor:
+        value: Tensor = reference.to_here()
+        return value
+
+    reference = call("w1", own_parameter, "bias")
+    with autograd.context() as outer:
+        before = fetched()
+        with autograd.context(accumulate="grad") as inner:
+            within = fetched()
+            with torch.no_grad():
+                assert fetched().grad_fn is None
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                under_autocast = fetched()
+            inner.backward((within * 2 + under_autocast * 3).sum())
+        outer.backward((before * 5 + fetched() * 7).sum())
+        again = fetched()
+        outer.backward((again * 11).sum())
+        found = ag.fetch_dictionary(outer)["w1"]["bias"]
+        into_grad = ag.outside(ag.fetch_grad)["w1"]["bias"]
+
+    assert found is not None and (found == 5 + 7 + 11).all()
+    assert into_grad is not None and (into_grad == 2 + 3).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 @on_worker(0)
 def test_tensors_that_need_no_gradients_are_handed_out_outside_of_contexts(dtype):

@@ -18,13 +18,17 @@ from gradwire.autograd._functions import (
     apply_recv,
     apply_send,
     token_of,
-    urgency_of_reply,
-    urgency_of_request,
 )
-from gradwire.autograd._messages import is_implicit
-from gradwire.autograd._nodes import ReceivedMessage, SentMessage
+from gradwire.autograd._messages import (
+    CONTEXT_KEEPS_GRAD,
+    CallHeader,
+    encode_header,
+    is_implicit,
+)
+from gradwire.autograd._nodes import Mark, ReceivedMessage, SentMessage
 from gradwire.autograd._passes import ContextState, PassId, TellNone
 from gradwire.autograd._torch_private import TaskWatch, record
+from gradwire.rpc.extension import Addition
 
 if TYPE_CHECKING:
     from gradwire.autograd._attempts import Attempt
@@ -36,7 +40,6 @@ __all__ = [
     "ContextName",
     "Lease",
     "Leaving",
-    "Mark",
     "Received",
     "Side",
     "Unrecorded",
@@ -68,12 +71,6 @@ class ContextName(NamedTuple):
 
     key: int
     incarnation: int
-
-
-class Mark:
-    """Held by all nodes of a context on one worker, to tell when the last one dies."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Lease:
@@ -121,6 +118,18 @@ class Side:
         into_grad: The context's gradients go to ``.grad``.
     """
 
+    # What most contexts never change.
+    is_released = False
+    around: tuple[ContextName, ...] = ()  # it was opened in; innermost first
+    brought_by: int | None = None  # the peer that it is charged to
+    is_serving = False  # a call's context on the callee, while it is run
+    # Likewise, but guarded by the lock.
+    run: Run | None = None
+    failed: Run | None = None  # a pass that is over, but not for the engine
+    attempt: Attempt | None = None  # of a step that is run again if it must be
+    num_sends = 0
+    num_requests = 0  # that arrived
+
     def __init__(
         self,
         exchange: Exchange,
@@ -130,17 +139,12 @@ class Side:
         holds_weakly: bool = False,
         into_grad: bool = True,
     ) -> None:
-        self._exchange = exchange
         self.name = name
         self.label = label
         self.is_implicit = is_implicit(name.key)
         self.holds_weakly = holds_weakly
         self.into_grad = into_grad
-        self.is_released = False
-        self.around: tuple[ContextName, ...] = ()  # it was opened in; innermost first
-        self.brought_by: int | None = None  # the peer that it is charged to
-        self.is_serving = False  # a call's context on the callee, while it is run
-        self.mark = Mark()
+        self.mark = Mark(exchange, name, label)
         # Guards all below, and gives events their order: callers, readers, passes.
         self.lock = threading.Lock()
         self.state = ContextState(exchange.me, exchange.describe)
@@ -149,16 +153,42 @@ class Side:
         # Replies of nothing but leaves, as a parameter server gives them. Their gradients
         # are what will come for them, so they get nodes only if the engine must run.
         self._of_leaves: list[Unrecorded] = []
-        self.num_sends = 0
-        self.num_requests = 0  # that arrived
         self.recvs: list[Received] = []
         self.gradients: dict[Tensor, Tensor] = {}
         self.calls: dict[Note, object] = {}  # of ours, in flight, and who makes them
-        self.run: Run | None = None
-        self.failed: Run | None = None  # a pass that is over, but not for the engine
-        self.attempt: Attempt | None = None  # of a step that is run again if it must be
+        # What calls say that are sent here without a history: see `introduce`.
+        self._introduction: tuple[tuple[int, int] | None, bool, Addition] | None = None
 
     # ---------------------------------------------------------------------- recording
+
+    def describe_call(self, peer: int, header: CallHeader) -> None:
+        """A call of this context is about to leave: enters in its header which that is."""
+        header.key, header.incarnation = self.name
+        if self.into_grad:
+            header.flags |= CONTEXT_KEEPS_GRAD
+        with self.lock:
+            state = self.state
+            state.meet(peer)
+            header.after = state.begun
+            header.consumed = state.consumed_by
+
+    def introduce(self, peer: int) -> Addition:
+        """As `describe_call`, for one without a history: that says no more than this.
+
+        From one call to the next it is the same, until a pass begins.
+        """
+        with self.lock:
+            state, introduction = self.state, self._introduction
+            if introduction is not None and peer in state.known:
+                after, is_into_grad, addition = introduction
+                # What was consumed there changes only with the pass.
+                if after is state.begun and is_into_grad is self.into_grad:
+                    return addition
+        header = CallHeader(0)
+        self.describe_call(peer, header)
+        addition = Addition(encode_header(header))
+        self._introduction = header.after, bool(header.flags), addition
+        return addition
 
     def record_send(self, peer: int, tensors: Leaving) -> tuple[int, PassId | None]:
         """A message leaves; returns its number, and the last pass that had begun."""
@@ -179,15 +209,7 @@ class Side:
         with self.lock:
             self.state.meet(peer)
             event = self.state.record_send(peer)
-            is_reply = reply_to is not None
-            urgency = (
-                urgency_of_request(event)
-                if reply_to is None
-                else urgency_of_reply(reply_to)
-            )
-            message = SentMessage(
-                self._exchange, self, event, peer, len(tensors), urgency, is_reply
-            )
+            message = SentMessage(self.mark, event, peer, len(tensors), reply_to)
             self._unrecorded.append((message, tensors))
             self.num_sends += 1
             return event, self.state.begun
@@ -212,10 +234,10 @@ class Side:
             if self.recvs:
                 return None
             state = self.state
-            self.join(peer, after, consumed)
+            if after is not None or peer not in state.known:
+                self.join(peer, after, consumed)
             event = state.record_send(peer)
-            urgency = urgency_of_reply(self.num_requests)
-            message = SentMessage(self._exchange, self, event, peer, 1, urgency, True)
+            message = SentMessage(self.mark, event, peer, 1, self.num_requests)
             self._of_leaves.append((message, [(leaf, None)]))
             self.num_requests += 1
             self.num_sends += 1
@@ -230,7 +252,8 @@ class Side:
         if self._unrecorded:
             unrecorded, self._unrecorded = self._unrecorded, []
             for message, leaving in unrecorded:
-                if message.is_reply and not self.recvs and is_of_leaves(leaving):
+                is_reply = message.reply_to is not None
+                if is_reply and not self.recvs and is_of_leaves(leaving):
                     self._of_leaves.append((message, leaving))
                 else:
                     self._tail.append(record(_make_node, message, leaving))
@@ -263,27 +286,28 @@ class Side:
     ) -> list[TellNone]:
         """A message arrived: gives its tensors their history. Returns what to answer."""
         with self.lock:
-            self.join(peer, after)
+            state = self.state
+            if after is not None or peer not in state.known:
+                self.join(peer, after)
             since = None if after is None else PassId(*after)
-            event, is_stale, answers = self.state.record_recv(peer, number, since)
+            event, is_stale, answers = state.record_recv(peer, number, since)
             message = ReceivedMessage(
-                self._exchange,
-                self,
+                self.mark,
                 event,
                 peer,
                 number,
-                lease,
-                is_request,
-                made_in,
+                len(tensors),
                 is_stale,
                 function,
                 may_wait,
-                len(tensors),
+                is_request,
+                made_in,
+                lease,
             )
             # Of leaves, and nothing was sent before: then it has nobody to come before.
             is_apart = may_wait and not self.num_sends and not self.holds_weakly
             tail = (CHAIN_END,) if is_apart else self._live_tail()
-            *_, token = record(apply_recv, message, tensors, self.holds_weakly, *tail)
+            token = record(apply_recv, message, tensors, self.holds_weakly, *tail)[-1]
             node = weakref.ref(token.grad_fn)
             if is_apart:
                 self._tail.append(token)
@@ -369,14 +393,12 @@ class Side:
         """Drops all that keeps graphs alive."""
         with self.lock:
             # Taken out first: what dies with a graph may run any code.
-            doomed = (
-                *(self._tail, self._unrecorded, self._of_leaves),
-                *(self.recvs, self.gradients),
-            )
+            doomed = self._tail, self._unrecorded, self._of_leaves, self.recvs
+            doomed_gradients = self.gradients
             self._tail, self._unrecorded, self._of_leaves = [CHAIN_END], [], []
             self.recvs, self.gradients = [], {}
             self.calls.clear()
-        del doomed
+        del doomed, doomed_gradients
 
 
 def is_of_leaves(leaving: Leaving) -> bool:

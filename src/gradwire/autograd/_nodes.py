@@ -1,76 +1,82 @@
-"""What the autograd nodes know of their messages: the engine comes in through here.
-
-They know their context by name, never the side itself: a node that the program keeps
-must not keep the side alive.
-"""
+"""What the autograd nodes know of their messages: the engine comes in through here."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
+from gradwire.autograd._functions import urgency_of_reply, urgency_of_request
 from gradwire.autograd._passes import NONE
 from gradwire.autograd._plain import admit, changed, consumed, gone
 from gradwire.autograd._torch_private import TaskWatch, current_task
 from gradwire.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
-    from gradwire.autograd._context import Lease, Side
+    from gradwire.autograd._context import ContextName, Lease
     from gradwire.autograd._exchange import Exchange
 
-__all__ = ["ReceivedMessage", "SentMessage"]
+__all__ = ["Mark", "ReceivedMessage", "SentMessage"]
 
 
-class SentMessage:
-    """What a `Send` node knows: a message of ours whose gradients are waited for."""
+class Mark(msgspec.Struct, eq=False, weakref=True):
+    """Held by all nodes of a context on one worker: which context that is.
 
-    __slots__ = (
-        "_count",
-        "_exchange",
-        "_mark",
-        "event",
-        "is_changed",
-        "is_reply",
-        "name",
-        "peer",
-        "urgency",
-    )
+    It knows the side by name only, for a node that the program keeps must not keep the
+    side alive. When the mark dies, so has the last node.
+    """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        side: Side,
-        event: int,
-        peer: int,
-        count: int,
-        urgency: int,
-        is_reply: bool,
-    ) -> None:
-        self._exchange = exchange
-        self.name = side.name  # never the side itself: nodes must not keep it alive
-        self._mark = side.mark
-        self.event = event
-        self.peer = peer
-        self.urgency = urgency  # see `_functions`
-        self.is_reply = is_reply
-        self._count = count
-        self.is_changed = False  # its tensors were, before the node could be made
+    exchange: Exchange
+    name: ContextName
+    label: str  # what to call it in messages to people
+
+
+class SentMessage(msgspec.Struct, eq=False):
+    """What a `Send` node knows: a message of ours whose gradients are waited for.
+
+    Attributes:
+        mark: The context.
+        event: Number of the message.
+        peer: Where it went.
+        num_tensors: How many gradients are waited for.
+        reply_to: If it is a reply: the place of its request among those that arrived.
+        is_changed: Its tensors were, before the node could be made.
+    """
+
+    mark: Mark
+    event: int
+    peer: int
+    num_tensors: int
+    reply_to: int | None = None
+    is_changed: bool = False
+
+    @property
+    def name(self) -> ContextName:
+        """The context."""
+        return self.mark.name
+
+    @property
+    def urgency(self) -> int:
+        """The engine's number for the node; see `gradwire.autograd._functions`."""
+        if self.reply_to is None:
+            return urgency_of_request(self.event)
+        return urgency_of_reply(self.reply_to)
 
     def await_gradients(self) -> Sequence[Tensor | None]:
         """Called by the engine. Outside of a pass of ours nobody will answer."""
-        exchange = self._exchange
-        side = exchange.registry.find(self.name)
+        exchange = self.mark.exchange
+        side = exchange.registry.find(self.mark.name)
         run = exchange.run_here(side) if side is not None else None
         if side is None or run is None:
-            return [None] * self._count
+            return [None] * self.num_tensors
         answer = exchange.await_answer(side, run, self.event, self.peer)
         if answer is NONE:
-            return [None] * self._count
-        if len(answer.present) != self._count:
+            return [None] * self.num_tensors
+        if len(answer.present) != self.num_tensors:
             raise RemoteProtocolError(
-                f"{len(answer.present)} gradients arrived for {self._count} tensors"
+                f"{len(answer.present)} gradients arrived for {self.num_tensors} tensors"
             )
         if self.is_changed:
             raise changed(exchange, side.label)
@@ -86,64 +92,53 @@ class SentMessage:
         return [next(gradients) if there else None for there in answer.present]
 
 
-class ReceivedMessage:
-    """What a `Recv` node knows: a message of a peer that waits for its gradients."""
+class ReceivedMessage(msgspec.Struct, eq=False):
+    """What a `Recv` node knows: a message of a peer that waits for its gradients.
 
-    __slots__ = (
-        "_exchange",
-        "_mark",
-        "event",
-        "function",
-        "is_hooked",
-        "is_request",
-        "is_stale",
-        "label",
-        "lease",
-        "made_in",
-        "may_wait",
-        "name",
-        "num_tensors",
-        "number",
-        "passed_over_in",
-        "peer",
-    )
+    Attributes:
+        mark: The context.
+        event: Number of the recv.
+        peer: Who sent the message.
+        number: Number of the message there.
+        num_tensors: How many tensors of it get gradients.
+        is_stale: It came late: what it belongs to was consumed.
+        function: What was called, for people.
+        may_wait: Nobody computes from its gradients.
+        is_request: It is no reply.
+        made_in: The backward in which the call was made.
+        lease: That of the call's context, if it is one by itself.
+        is_hooked: A program has put a hook on the node.
+        passed_over_in: The last backward that came to it without a gradient.
+    """
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        side: Side,
-        event: int,
-        peer: int,
-        number: int,
-        lease: Lease | None,
-        is_request: bool,
-        made_in: TaskWatch | None,
-        is_stale: bool,
-        function: str,
-        may_wait: bool,
-        num_tensors: int,
-    ) -> None:
-        self._exchange = exchange
-        self.name = side.name
-        self._mark = side.mark
-        self.label = side.label
-        self.event = event
-        self.peer = peer
-        self.number = number
-        self.lease = lease
-        self.is_request = is_request
-        self.made_in = made_in  # the backward in which the call was made
-        self.is_stale = is_stale  # it came late: what it belongs to was consumed
-        self.function = function  # what was called, for people
-        self.may_wait = may_wait  # nobody computes from its gradients
-        self.num_tensors = num_tensors
-        self.is_hooked = False  # a program has put a hook on the node
-        self.passed_over_in: int | None = None
+    mark: Mark
+    event: int
+    peer: int
+    number: int
+    num_tensors: int
+    is_stale: bool
+    function: str
+    may_wait: bool
+    is_request: bool = False
+    made_in: TaskWatch | None = None
+    lease: Lease | None = None
+    is_hooked: bool = False
+    passed_over_in: int | None = None
+
+    @property
+    def name(self) -> ContextName:
+        """The context."""
+        return self.mark.name
+
+    @property
+    def label(self) -> str:
+        """See `Mark`."""
+        return self.mark.label
 
     def ship(self, gradients: Sequence[Tensor | None]) -> None:
         """Called by the engine, once per backward."""
-        exchange = self._exchange
-        side = exchange.registry.find(self.name)
+        exchange = self.mark.exchange
+        side = exchange.registry.find(self.mark.name)
         has_gradient = any([g is not None for g in gradients])
         if side is None:
             if has_gradient:

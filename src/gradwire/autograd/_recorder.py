@@ -56,6 +56,7 @@ from gradwire.autograd._messages import (
 from gradwire.autograd._torch_private import (
     NO_TASK,
     TaskWatch,
+    any_autocast,
     current_task,
     has_tangent,
     is_anything_special,
@@ -151,7 +152,8 @@ class Recorder(Interceptor):
         if history:
             header.flags |= MESSAGE_HAS_HISTORY
         if side is not None:
-            self._name_context(header, side, peer.info.id)
+            exchange.tell_held(side)  # what comes back must not be older than it
+            side.describe_call(peer.info.id, header)
             if history:
                 note.event, header.after = side.announce_send(peer.info.id, history)
                 header.message = note.event
@@ -165,39 +167,32 @@ class Recorder(Interceptor):
 
     def sending_plain(self, peer: Peer, label: str) -> Note | None:
         """See `Interceptor`: as `sending_call`, where there is nothing to track."""
+        exchange = self.exchange
         name = active_context.get()
         is_grad_enabled = torch.is_grad_enabled()
-        is_cut = is_cut_outside_context(label)
-        side = None
-        if name is not None:
-            side = self.exchange.registry.find(name)
-            if side is None and is_grad_enabled and is_cut:
-                self.exchange.refuse_if_broken(name)
-        autocast = autocast_state()
+        side = None if name is None else exchange.registry.find(name)
+        autocast = autocast_state() if any_autocast() else None
         if side is None and is_grad_enabled:
-            if is_cut:
+            if is_cut_outside_context(label):
+                if name is not None:
+                    exchange.refuse_if_broken(name)
                 return cut_call(label, [], set(), autocast, is_reference=False)
             if autocast is None:
                 return None
-        header = CallHeader(0 if is_grad_enabled else NOT_RECORDED, autocast=autocast)
-        note = _CallNote(self.exchange, side)
+        note = _PlainNote(side)
+        if side is not None and side.run is not None:
+            exchange.tell_held(side)  # as in `sending_call`
+        if side is not None and is_grad_enabled and autocast is None:
+            note.addition = side.introduce(peer.info.id)
+        else:
+            flags = 0 if is_grad_enabled else NOT_RECORDED
+            header = CallHeader(flags, autocast=autocast)
+            if side is not None:
+                side.describe_call(peer.info.id, header)
+            note.addition = Addition(encode_header(header))
         if side is not None:
-            self._name_context(header, side, peer.info.id)
             side.calls[note] = current_handler.get()
-        note.addition = Addition(encode_header(header))
         return note
-
-    def _name_context(self, header: CallHeader, side: Side, peer: int) -> None:
-        """Puts into the header of a call which context it belongs to."""
-        self.exchange.tell_held(side)  # what comes back must not be older than it
-        header.key, header.incarnation = side.name
-        if side.into_grad:
-            header.flags |= CONTEXT_KEEPS_GRAD
-        with side.lock:
-            state = side.state
-            state.meet(peer)
-            header.after = state.begun
-            header.consumed = state.consumed_by
 
     def sending_opaque(self, tensors: list[Tensor], is_grad_enabled: bool) -> None:
         """See `Interceptor`."""
@@ -212,7 +207,7 @@ class Recorder(Interceptor):
             self.exchange.refuse_if_broken(name)
         return side
 
-    def received_reply(
+    def received_reply(  # noqa: PLR0912 - written out: each step costs each call
         self,
         peer: Peer,
         call_id: int,
@@ -224,8 +219,12 @@ class Recorder(Interceptor):
         """See `Interceptor`."""
         exchange = self.exchange
         side = made_in = None
-        if type(note) is _CallNote:
-            side, made_in = note.answered(), note.made_in
+        if isinstance(note, _PlainNote):
+            if exchange.unfinished and note in exchange.unfinished:
+                note.sent()  # the answer was faster than the thread that calls
+            side, made_in = note.side, note.made_in
+            if side is not None:
+                side.calls.pop(note, None)
         elif isinstance(note, CutNote):
             note.answered(label, header)
             return
@@ -379,22 +378,24 @@ class Recorder(Interceptor):
             return None
         if flags and flags != CONTEXT_KEEPS_GRAD:
             return None
+        into_grad = bool(flags)
         side = exchange.registry.find(call)
         if side is None:
             name = ContextName(key, call.incarnation)
             try:
-                side = exchange.registry.join(name, "", bool(flags), peer)
+                side = exchange.registry.join(name, "", into_grad, peer)
             except GradwireError:
                 return None
         if side is None or side.is_released:
             return None
-        side.into_grad = bool(flags)
+        side.into_grad = into_grad
         sent = side.hand_out(peer.info.id, tensor, call.after, call.consumed)
         if peer.fate is not None:
             exchange.peer_lost(peer)  # as in `received_call`
         if sent is None:
             return None
-        reply = ReplyHeader(*sent, key, call.incarnation, True)
+        event, after = sent
+        reply = ReplyHeader(event, after, key, call.incarnation, True)
         return Addition(encode_header(reply), _TRACKED_LEAF)
 
     def not_handed_out(self, header: bytes) -> None:
@@ -427,27 +428,41 @@ class Recorder(Interceptor):
         self.exchange.close()
 
 
-class _CallNote(Note):
-    """A call of ours: its place in a context, until it ends.
+class _PlainNote(Note):
+    """A call of ours without a history: the context that its answer belongs to, if any."""
+
+    __slots__ = ("made_in", "side")
+
+    def __init__(self, side: Side | None) -> None:
+        # As `Note` does, written out: each call in a context makes one.
+        self.addition = NOTHING
+        self.call = None
+        self.side = side
+        is_made_in_backward = current_task() != NO_TASK
+        self.made_in = TaskWatch() if is_made_in_backward else None
+
+    def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
+        """See `Note`."""
+        if self.side is not None:
+            self.side.calls.pop(self, None)
+
+
+class _CallNote(_PlainNote):
+    """A call of ours that may have a history: its place in a context, until it ends.
 
     The caller's side of a call that is a context of its own is made while the call is on
     its way, or when its answer comes, whichever is first.
     """
 
-    __slots__ = ("_exchange", "_lock", "_own", "_side", "event", "made_in")
+    __slots__ = ("_exchange", "_lock", "_own", "event")
 
     def __init__(self, exchange: Exchange, side: Side | None) -> None:
-        # As `Note` does, written out: each call in a context makes one.
-        self.addition = NOTHING
-        self.call = None
+        super().__init__(side)
         self._exchange = exchange
-        self._side = side
         self._own: tuple[str, int, int, Leaving] | None = None
-        # Guards the two above: the thread that calls, and the one that reads the answer.
+        # Guards that and the side: the thread that calls, and the one that reads the answer.
         self._lock = threading.Lock()
         self.event = -1
-        is_made_in_backward = current_task() != NO_TASK
-        self.made_in = TaskWatch() if is_made_in_backward else None
 
     def begin_own(self, label: str, peer: int, call_id: int, tensors: Leaving) -> None:
         """The call is a context of its own, and these are its first message."""
@@ -465,31 +480,23 @@ class _CallNote(Note):
             if self._own is not None:
                 self._make_side(*self._own)
                 self._own = None
-            elif self._side is not None and self.event >= 0:
-                self._side.finish_sends()
+            elif self.side is not None and self.event >= 0:
+                self.side.finish_sends()
         self._exchange.unfinished.discard(self)
 
     def _make_side(self, label: str, peer: int, call_id: int, tensors: Leaving) -> None:
         exchange = self._exchange
         name = exchange.name_of_call(call_id)
         label = call_label(label, exchange.agent.info.name)
-        self._side = exchange.registry.add_call(name, label, is_caller=True)
-        self._side.calls[self] = None
-        self._side.record_send(peer, tensors)
-
-    def answered(self) -> Side | None:
-        """The side of the call, which is over."""
-        if self in self._exchange.unfinished:
-            self.sent()  # the answer was faster than the thread that calls
-        if (side := self._side) is not None:
-            side.calls.pop(self, None)
-        return side
+        self.side = exchange.registry.add_call(name, label, is_caller=True)
+        self.side.calls[self] = None
+        self.side.record_send(peer, tensors)
 
     def failed(self, *, was_sent: bool, error: BaseException | None = None) -> None:
         """See `Note`."""
         with self._lock:
             self._own = None
-            side = self._side
+            side = self.side
         if side is not None and was_sent and not side.is_implicit:
             side.finish_sends()
         self._exchange.unfinished.discard(self)

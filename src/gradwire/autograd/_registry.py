@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from gradwire.autograd._context import ContextName, Mark, Side
+from gradwire.autograd._context import ContextName, Side
 from gradwire.autograd._messages import (
     counter_of,
     is_implicit,
@@ -19,6 +19,7 @@ from gradwire.rpc.extension import rebuild
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
+    from gradwire.autograd._nodes import Mark
     from gradwire.rpc.extension import Peer
 
 __all__ = ["Ended", "Registry"]
@@ -87,7 +88,9 @@ class Registry:
         self._brought: dict[int, int] = {}
         self._issued = -1
         self._live: set[int] = set()
-        self._kept: weakref.WeakSet[Mark] = weakref.WeakSet()
+        # Of contexts that are over, while nodes hold them. As a `WeakSet`, without its
+        # Python code: nobody iterates over it.
+        self._kept: set[weakref.ref[Mark]] = set()
         # Contexts of others that were dropped here because a worker was lost: others may
         # still start passes over them. Until their openers' releases come.
         self._broken: dict[ContextName, Broken] = {}
@@ -234,8 +237,12 @@ class Registry:
         label = label or f"the context {name.key}"
         side = Side(self._exchange, name, label, into_grad=into_grad)
         self._sides[name.key] = side
-        if opener_of(name.key) != self._exchange.me:
-            self._joined.setdefault(opener_of(name.key), set()).add(name)
+        opener = opener_of(name.key)
+        if opener != self._exchange.me:
+            joined = self._joined.get(opener)
+            if joined is None:
+                joined = self._joined[opener] = set()
+            joined.add(name)
         return side
 
     def _is_over(self, name: ContextName) -> bool:
@@ -260,13 +267,14 @@ class Registry:
                 return None
             del self._sides[name.key]
             self._discharge(side)
-            if joined := self._joined.get(opener_of(name.key)):
+            opener = opener_of(name.key)
+            if joined := self._joined.get(opener):
                 joined.discard(name)
-            if not is_implicit(name.key) and opener_of(name.key) == self._exchange.me:
-                self._live.discard(counter_of(name.key))
             side.is_released = True
             if not side.is_implicit:
-                self._kept.add(side.mark)
+                if opener == self._exchange.me:
+                    self._live.discard(counter_of(name.key))
+                self._kept.add(weakref.ref(side.mark, self._kept.discard))
             return side
 
     def mark_broken(
@@ -283,6 +291,8 @@ class Registry:
 
     def take_broken(self, name: ContextName) -> frozenset[int]:
         """A broken context is over; returns who must still hear of it."""
+        if name not in self._broken:
+            return frozenset()
         with self._lock:
             broken = self._broken.pop(name, None)
         return frozenset() if broken is None else broken.known
@@ -290,9 +300,12 @@ class Registry:
     def forget_broken(self, opener: int, incarnation: int) -> None:
         """An opener lives again, or has died again: its earlier lives are forgotten."""
         with self._lock:
-            for name in list(self._broken):
-                if opener_of(name.key) == opener and name.incarnation != incarnation:
-                    del self._broken[name]
+            self._forget_broken(opener, incarnation)
+
+    def _forget_broken(self, opener: int, incarnation: int) -> None:
+        for name in list(self._broken):
+            if opener_of(name.key) == opener and name.incarnation != incarnation:
+                del self._broken[name]
 
     def ended_so_far(self) -> tuple[int, tuple[int, ...]]:
         """What our own releases say: see `Ended`."""
@@ -308,15 +321,16 @@ class Registry:
             The contexts that are over by it: broken ones, and those whose own release
             has not come this way.
         """
-        self.forget_broken(opener, incarnation)
         with self._lock:
+            if self._broken:
+                self._forget_broken(opener, incarnation)
             ended = self._ended.get(opener)
             if ended is None or ended.incarnation != incarnation:
                 ended = self._ended[opener] = Ended(incarnation)
             ended.note(issued, set(live))
-            broken = (n for n in self._broken if opener_of(n.key) == opener)
-            joined = self._joined.get(opener, ())
-            return [name for name in (*broken, *joined) if self._is_over(name)]
+            found = [n for n in self._broken if opener_of(n.key) == opener]
+            found += self._joined.get(opener, ())
+            return [name for name in found if self._is_over(name)]
 
     def sides(self) -> list[Side]:
         """All sides."""

@@ -6,7 +6,7 @@ context. The context of a call has two members, and only the caller can end it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from gradwire.autograd._context import ContextName, Lease, Side
@@ -133,15 +133,15 @@ class Releases:
                 self._send(known - {sender}, told)
 
     def _spread(self, side: Side, message: Release, sender: int | None) -> None:
-        self._tell(side, message, sender)
-        self.end(side)
-
-    def _tell(self, side: Side, message: Release, sender: int | None) -> None:
+        """Ends a side that was dropped, and tells those whom we know there."""
         with side.lock:
             known = side.state.known - {sender}
         self._send(known, message)
+        self._end_dropped(side)
 
-    def _send(self, known: Iterable[int], message: Release) -> None:
+    def _send(self, known: Collection[int], message: Release) -> None:
+        if not known:
+            return
         outgoing = encode(message)
         for rank in known:
             self._exchange.telling.send(rank, outgoing)
@@ -176,6 +176,9 @@ class Releases:
     def end(self, side: Side, error: BaseException | None = None) -> None:
         """A context is over on this worker: its pass fails, its graph is dropped."""
         self._registry.drop(side.name)
+        self._end_dropped(side, error)
+
+    def _end_dropped(self, side: Side, error: BaseException | None = None) -> None:
         if (run := side.run) is not None:
             why = ContextReleased(f"{side.label} was released while a backward ran")
             self._exchange.abort(side, run, error or why)

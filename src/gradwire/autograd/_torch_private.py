@@ -65,6 +65,8 @@ _forward_ad = _private("autograd.forward_ad")
 _private("autograd.forward_ad._current_level")
 _private("autograd.Function._backward_cls.apply")
 _private("autograd.Function._backward_cls._set_sequence_nr")
+# What `set_materialize_grads` sets, which each message would call.
+_private("autograd.Function._backward_cls.materialize_grads")
 
 _top_saving_hooks: Callable[[bool], Any] = _private(
     "_C._autograd._top_saved_tensors_default_hooks"
