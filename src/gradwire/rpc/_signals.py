@@ -142,13 +142,14 @@ class _Shield:
 
 
 class _NoShield:
-    """For threads that never run signal handlers."""
+    """For threads that never run signal handlers: it does nothing, and that in C.
 
-    def __enter__(self) -> None:
-        pass
+    Functions of Python would be two steps of each call. An integer and an empty string are
+    what comes of these; the latter is false, so that errors pass.
+    """
 
-    def __exit__(self, *error: object) -> None:
-        pass
+    __enter__: Any = staticmethod(int)
+    __exit__: Any = staticmethod("".format)
 
 
 _shield = _Shield()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType
+
+import pytest
 
 from gradwire.rpc._signals import interruptible, shielded
 
@@ -58,3 +61,20 @@ def test_handler_that_waits_in_a_wait_is_interrupted_at_once():
         signal.signal(signal.SIGUSR2, before)
 
     assert seen == ["first begins", "second", "its wait is over"]
+
+
+def test_errors_pass_on_threads_that_need_no_shield():
+    seen: list[str] = []
+
+    def fail() -> None:
+        with pytest.raises(KeyError, match="this one"), shielded():
+            raise KeyError("this one")
+        for _ in range(2):  # it is the same one for all
+            with shielded(), shielded():
+                seen.append("inside")
+
+    other = threading.Thread(target=fail)
+    other.start()
+    other.join()
+
+    assert seen == ["inside"] * 2
