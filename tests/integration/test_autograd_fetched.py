@@ -489,7 +489,9 @@ def test_reference_that_is_over_is_refused():
     fn.wait_until(lambda: not call("w1", fn.counts).get("owner_rrefs"))
 
     with pytest.raises(OwnerLost, match="does not have the value"):
-        service.agent.ask("w1", "gradwire.rpc._rref:fetch", [*rref[:2], 10**6], -1)
+        service.agent.ask(
+            "w1", "gradwire.rpc._rref:fetch", "to_here()", [*rref[:2], 10**6], -1
+        )
 
 
 @on_worker(0)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from gradwire.rpc._future import (
     FOREVER_S,
     Future,
     Outcome,
+    _forbidden_loops,
     _refuse_in_event_loop,
 )
 from gradwire.rpc._interceptors import Note
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
+_NO_HEADERS: Mapping[str, bytes] = {}
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
 
 
@@ -99,11 +101,14 @@ class Caller:
         self._pool = agent.pool
         self._departure = agent.departure
         self._interceptors = agent.interceptors
+        self._by_name = {i.name: i for i in agent.interceptors}
+        self._of_all_calls = [i for i in agent.interceptors if i.sees_all_calls]
         self._packing = agent.packing
         self._serializer = agent.serializer
         self._targets = agent.targets
         self._rounds = rounds
         self._waiting = Waiting(agent.network, self.expire)
+        self._await_answer = self._waiting.wait_for_call
         self.wait_for = self._waiting.wait_for
         self._comebacks = Comebacks(agent)
         self._ids = itertools.count(1)
@@ -119,7 +124,8 @@ class Caller:
         timeout: float = UNSET_TIMEOUT,
     ) -> Any:
         """Calls a function on another worker and waits for the result."""
-        _refuse_in_event_loop()
+        if _forbidden_loops:
+            _refuse_in_event_loop()
         compiler = set_compiler(None)  # it must not compile what is below, bit by bit
         call = None
         try:
@@ -149,22 +155,26 @@ class Caller:
             call.notice()
         return call.value
 
-    def ask(self, to: object, target: str, numbers: list[int], timeout: float) -> Any:
+    def ask(
+        self, to: object, target: str, label: str, numbers: list[int], timeout: float
+    ) -> Any:
         """Calls a function of gradwire's own with some numbers, and waits for the result.
 
         As `call`, with less to look at: for what is asked often.
 
         Args:
             to: As in `call`; likewise the timeout.
-            target: Name of the function, which must be shown as something.
+            target: Name of the function.
+            label: What the call is for people; see `shown_as`.
             numbers: Its arguments.
             timeout: Likewise.
         """
-        _refuse_in_event_loop()
+        if _forbidden_loops:
+            _refuse_in_event_loop()
         compiler = set_compiler(None)
         try:
             with shielded():
-                call = self._start_own(to, target, numbers, timeout, labels[target](()))
+                call = self._start_own(to, target, numbers, timeout, label)
                 try:
                     is_done = self._waiting.wait_for_call_shielded(call, None)
                 except BaseException:  # as in `call`
@@ -211,9 +221,7 @@ class Caller:
         except BaseException:
             self._not_started(None, notes)
             raise
-        return self._begin(
-            link, peer, message, label, outgoing, notes, is_async=is_async
-        )
+        return self._begin(link, peer, message, label, outgoing, notes, is_async)
 
     def call_all(self, requests: Iterable[Callable[[], Request]]) -> list[Outcome]:
         """Calls functions on several workers, and waits for all results.
@@ -228,7 +236,8 @@ class Caller:
             What became of each; the error is what it raised, if a request could not be
             made or sent.
         """
-        _refuse_in_event_loop()
+        if _forbidden_loops:
+            _refuse_in_event_loop()
         compiler = set_compiler(None)
         outcomes: list[Outcome] = []
         calls: list[PendingCall] = []
@@ -409,9 +418,7 @@ class Caller:
             self._not_started(None, notes)
             raise
         return self._begin(
-            *(link, peer, message, label, outgoing, notes),
-            is_async=is_async,
-            counts=not is_internal,
+            link, peer, message, label, outgoing, notes, is_async, not is_internal
         )
 
     def _begin(
@@ -422,8 +429,7 @@ class Caller:
         label: str,
         outgoing: Outgoing,
         notes: dict[str, Note],
-        *,
-        is_async: bool = False,
+        is_async: bool,
         counts: bool = True,
     ) -> PendingCall:
         """Waits for credit if need be, and sends a call that is encoded."""
@@ -431,15 +437,13 @@ class Caller:
         deadline = message.deadline
         try:
             cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
-            self._take_credit(peer, cost, deadline, label)
+            credits_ = peer.calls.credits
+            if serving_agent.get() is not None:
+                credits_.force(cost)  # a handler that waited could be waited for itself
+            elif not credits_.take(cost, deadline):
+                raise _out_of_credit(label, peer)
             call = PendingCall(
-                message.id,
-                label,
-                deadline,
-                cost,
-                link,
-                self._waiting.wait_for_call,
-                notes,
+                message.id, label, deadline, cost, link, self._await_answer, notes
             )
             if is_async:
                 call.future = Future(outcome=call, executor=self._run_callback)
@@ -458,18 +462,6 @@ class Caller:
             return
         for note in notes.values():
             note.failed(was_sent=False)
-
-    def _take_credit(self, peer: Peer, cost: int, deadline: float, label: str) -> None:
-        credits_ = peer.calls.credits
-        if serving_agent.get() is not None:
-            credits_.force(cost)  # a handler that waited could be waited for itself
-        elif not credits_.take(cost, deadline):
-            raise CallTimeout(
-                f"the call of {label} on worker {peer.info.name!r} waited until its deadline "
-                f"for earlier calls: {len(peer.calls)} of them, {credits_.used} bytes, are "
-                "not answered (option max_inflight_bytes); it was not sent",
-                worker=peer.info.name,
-            )
 
     def _send_call(
         self, link: Link, peer: Peer, call: PendingCall, outgoing: Outgoing
@@ -590,15 +582,14 @@ class Caller:
         self, message: Call, peer: Peer, label: str, notes: dict[str, Note]
     ) -> Outgoing:
         """As `_encode_call`, for a message whose body is there, and has nothing to pack."""
-        for interceptor in self._interceptors:
-            if interceptor.sees_all_calls:
-                note = interceptor.sending_plain(peer, label)
-                if note is not None:
-                    notes[interceptor.name] = note
-                    header = note.addition.header
-                    if header is not None:
-                        message.headers = message.headers or {}
-                        message.headers[interceptor.name] = header
+        for interceptor in self._of_all_calls:
+            note = interceptor.sending_plain(peer, label)
+            if note is not None:
+                notes[interceptor.name] = note
+                header = note.addition.header
+                if header is not None:
+                    message.headers = message.headers or {}
+                    message.headers[interceptor.name] = header
         return encode(message)
 
     def _give_up(self, call: PendingCall) -> None:
@@ -676,7 +667,8 @@ class Caller:
             again = functools.partial(self._finish_call, peer, call, message, frame)
             self._pool.submit(again)
             raise
-        self._departure.check()
+        if self._departure.reports:
+            self._departure.check()
 
     def _read_answer(
         self, peer: Peer, call: PendingCall, message: Message, frame: Frame
@@ -687,22 +679,21 @@ class Caller:
                 message,
                 frame.head,
                 frame.buffers,
-                self._packing.unpacker(peer),
+                peer.unpack or self._packing.unpacker(peer),
                 self._serializer,
             )
             if type(message) is not Reply:
                 return None, self._agent.rebuild(value)
             if value is NO_VALUE:
                 value = None  # see `_Request.succeed`
-            if not message.headers and not call.notes:
+            headers, notes = message.headers or _NO_HEADERS, call.notes
+            if not headers and not notes:
                 return value, None  # nothing for anybody else
-            has_any = bool(message.headers and tensors)
+            has_any = bool(headers and tensors)
             tracked = tracked_tensors(message, tensors) if has_any else []
-            for interceptor in self._interceptors:
-                name = interceptor.name
-                header = message.headers.get(name) if message.headers else None
-                note = call.notes.get(name)
-                if header is not None or note is not None:
+            for name, interceptor in self._by_name.items():
+                if name in headers or name in notes:
+                    note, header = notes.get(name), headers.get(name)
                     interceptor.received_reply(
                         peer, call.id, call.target, note, header, tracked
                     )
@@ -730,6 +721,16 @@ class Caller:
     def fail(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
         if peer.calls.take(call.id) is not None:
             call.settle(None, error)
+
+
+def _out_of_credit(label: str, peer: Peer) -> CallTimeout:
+    calls = peer.calls
+    return CallTimeout(
+        f"the call of {label} on worker {peer.info.name!r} waited until its deadline "
+        f"for earlier calls: {len(calls)} of them, {calls.credits.used} bytes, are "
+        "not answered (option max_inflight_bytes); it was not sent",
+        worker=peer.info.name,
+    )
 
 
 def _timed_out(call: PendingCall, peer: Peer) -> CallTimeout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire._config import UNSET_TIMEOUT
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallTable", "Credits", "PendingCall", "Request"]
 
+_NO_NOTES: Mapping[str, Note] = {}
 _LITTLE_PART, _SMALL_CALL_PART = 16, 256  # of the bound
 
 
@@ -63,7 +64,7 @@ class PendingCall(Outcome):
         cost: int,
         link: Link,
         await_answer: Callable[[PendingCall, float | None], bool],
-        notes: dict[str, Note] | None = None,
+        notes: Mapping[str, Note] | None = None,
     ) -> None:
         # As `Outcome` does, written out: each call makes one.
         self.done = False
@@ -81,7 +82,7 @@ class PendingCall(Outcome):
         self.is_sent = False
         self.notice: Callable[[], None] | None = None  # for the thread that waits
         self.keeps: object = None  # what must live until the answer is there
-        self.notes = notes or {}
+        self.notes = notes or _NO_NOTES
         if notes:
             for note in notes.values():
                 note.call = self
@@ -109,7 +110,7 @@ class PendingCall(Outcome):
     def drop_notes(self, has_failed: bool, error: BaseException | None = None) -> None:
         """Ends the notes; those of a failed call are told that no value will be taken."""
         if self.notes:
-            notes, self.notes = self.notes, {}
+            notes, self.notes = self.notes, _NO_NOTES
             for note in notes.values():
                 note.call = None
                 if has_failed:

@@ -6,7 +6,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast, overload
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from gradwire.rpc.functions import ASYNC_ATTRIBUTE
 
 _LOOK_S = 0.5
 _TYPES_OF_ID = [int, int, int]
+_FETCHING = "to_here()"
 
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
@@ -115,7 +116,8 @@ class RRef(Handle, Generic[T_co]):
                 worker=self._service.agent.info.name,
             )
         ref.outcome.wait()
-        return cast(T_co, ref.outcome.result())
+        value: T_co = ref.outcome.result()
+        return value
 
     def to_here(self, timeout: float = UNSET_TIMEOUT) -> T_co:
         """A copy of the value; on its owner the value itself.
@@ -143,14 +145,14 @@ class RRef(Handle, Generic[T_co]):
             return self.local_value()
         ref.check()
         try:
-            found = agent.ask(ref.owner, FETCH, [*ref.id], timeout)
+            found: T_co = agent.ask(ref.owner, FETCH, _FETCHING, [*ref.id], timeout)
         except PeerLostError as error:
             if isinstance(error, OwnerLost) or not isinstance(error, RemoteError):
                 # The call that should make it may have failed meanwhile, and know why.
                 ref.check()
             with self._service.reaching(ref.owner):
                 raise
-        return cast(T_co, found)
+        return found
 
     def backward(
         self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False
@@ -404,7 +406,7 @@ def _no_future(function: Callable[..., Any], result: object) -> UsageError:
 
 
 @for_agents
-@shown_as(lambda _: "to_here()")
+@shown_as(lambda _: _FETCHING)
 def fetch(*rref: int) -> Any:
     """The value of a reference, as soon as it is made."""
     outcome = _find(current_agent(), rref).outcome

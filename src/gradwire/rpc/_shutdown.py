@@ -47,7 +47,8 @@ class Departure:
         self._changed = threading.Condition()
         self._entered = False
         self._released = False
-        self._reports: list[Future[int]] = []
+        # What `check` answers; empty until somebody wants to leave.
+        self.reports: list[Future[int]] = []
         self._next_word = float("inf")
         self._pause_s = _FIRST_WORD_S
 
@@ -57,7 +58,7 @@ class Departure:
         """A future that completes when this worker wants to leave and is quiet."""
         future: Future[int] = Future()
         with self._changed:
-            self._reports.append(future)
+            self.reports.append(future)
         self.check()
         return future
 
@@ -69,12 +70,12 @@ class Departure:
 
     def check(self) -> None:
         """Answers the reports if the worker is quiet; called whenever work has ended."""
-        if not self._reports:
+        if not self.reports:
             return
         with self._changed:
             if not self._is_quiet():
                 return
-            reports, self._reports = self._reports, []
+            reports, self.reports = self.reports, []
         for future in reports:
             future.set_result(self._agent.num_started)
 
