@@ -107,6 +107,7 @@ class Link:
         self._lock = threading.Lock()
         self._reader: object | None = None
         self._turn: Turn | None = None
+        self._last_turn: Turn | None = None  # of a caller: over, and known to nobody
         self._reading_wanted = self._writing_wanted = False
         self._num_handled = 0  # of the frames that were read
         self._num_not_left = 0  # waits after which a handler is not to leave it unread
@@ -310,7 +311,7 @@ class Link:
                     return True
                 self._num_not_left = _NOT_LEFT
                 self._arm(read=True)
-        turn = self._turn
+            turn = self._turn
         if turn is None:
             return False
         since = turn.serving_since
@@ -329,7 +330,6 @@ class Link:
         calls: Sized,
         what: str,
         before: Turn | None = None,
-        *,
         unless_under_way: bool = False,
     ) -> None:
         """Reads on the calling thread, which waits for an answer.
@@ -350,14 +350,14 @@ class Link:
             unless_under_way: What is waited for may be here already. If it has been
                 read, and is on its way through the pool, do not read.
         """
-        turn = self.take_callers_turn(unless_under_way=unless_under_way)
+        turn = self.take_callers_turn(unless_under_way)
         if turn is None:
             return
         is_nested = before is not None and before.is_callers
         wait = self._wait_inside_a_wait if is_nested else self._wait
         set_turn(turn)
         try:
-            gauge = self.gauge_of(what)
+            gauge = self._gauges.get(what) or self.gauge_of(what)
             self._read_until(
                 turn, outcome, deadline, gauge, unless_under_way, wait, MOST_PASSED_ON
             )
@@ -365,7 +365,7 @@ class Link:
             set_turn(before)
             self.leave_callers_turn(turn, calls)
 
-    def take_callers_turn(self, *, unless_under_way: bool = False) -> Turn | None:
+    def take_callers_turn(self, unless_under_way: bool = False) -> Turn | None:
         """The turn for a thread that waits; None if another one has it.
 
         Args:
@@ -374,7 +374,14 @@ class Link:
         with self._lock:
             if self._reader is not None or (unless_under_way and self._is_under_way()):
                 return None
-            self._reader = self._turn = turn = Turn(self, is_callers=True)
+            turn, self._last_turn = self._last_turn, None
+            if turn is None:
+                turn = Turn(self, is_callers=True)
+            else:
+                turn.thread = threading.get_ident()
+                turn.serving_since = 0.0
+                turn.is_over = False
+            self._reader = self._turn = turn
             if self._reading_wanted:
                 self._arm(read=False)
         return turn
@@ -397,9 +404,14 @@ class Link:
         if self._num_not_left and later and self._pool.is_pool_thread:
             self._num_not_left -= 1
             later = False
-        if self.end_turn(turn, later=later) and later:
+        if not self.end_turn(turn, later=later):
+            return
+        if later:
             leave_unread(self)
-            self._owner.turn_begins(time.monotonic())
+            if not turn.serving_since:  # else a look is due: it was put off since then
+                self._owner.turn_begins(time.monotonic())
+        if not turn.siblings:
+            self._last_turn = turn
 
     def read_as_sibling(self, turn: Turn) -> int:
         """Reads once, and handles what was there, for a thread that reads others as well.
@@ -431,7 +443,6 @@ class Link:
         outcome: Outcome,
         deadline: float,
         what: str,
-        *,
         unless_under_way: bool = False,
     ) -> None:
         """As `read_as_caller`, for a thread whose turn at this link it is.
@@ -441,7 +452,7 @@ class Link:
         """
         was_callers, turn.is_callers = turn.is_callers, True
         was_serving = turn.serving_since > 0  # else a signal handler calls, in a wait
-        wait = self._wait_inside_a_wait if was_callers else self._wait
+        wait = self._wait_inside_a_wait if was_callers else self._wait_in_turn
         try:
             self._handle_rest(turn)
             with self._lock:
@@ -472,7 +483,7 @@ class Link:
         deadline: float,
         gauge: SpinGauge,
         may_be_here: bool,
-        wait: Callable[[float, SpinGauge], None],
+        wait: Callable[[float, SpinGauge], object],
         most_passed_on: float = math.inf,
     ) -> None:
         if outcome.done:  # whoever has read before us has seen to it
@@ -521,10 +532,21 @@ class Link:
             if self._reader is None and not self._reading_wanted:
                 self._arm(read=True)
 
-    def _wait(self, deadline: float, gauge: SpinGauge) -> None:
-        """Waits until there is something to read, or the deadline."""
+    def _wait(
+        self,
+        deadline: float,
+        gauge: SpinGauge,
+        is_ready: Callable[[float], Ready] | None = None,
+    ) -> Ready:
+        """Waits until there is something to read, or the deadline; returns what is ready.
+
+        Args:
+            deadline: As in `read_as_caller`.
+            gauge: Of what is waited for.
+            is_ready: To wait for something else, too.
+        """
+        is_ready = is_ready or self.is_ready
         start = time.perf_counter()
-        is_ready = self.is_any_ready if self._pool.leads else self.is_ready
         ready = None if self.num_waiting else gauge.spin(is_ready)
         if not ready:
             let_others_read()
@@ -532,7 +554,16 @@ class Link:
             # In slices: something else than this connection may end the wait.
             ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
-        if is_ready is self.is_any_ready and self._others_call(ready):
+        return ready
+
+    def _wait_in_turn(self, deadline: float, gauge: SpinGauge) -> None:
+        """As `_wait`, for a thread that may lead: then others may need it meanwhile.
+
+        A caller's own turn begins when it has resigned (`about_to_block`).
+        """
+        if not self._pool.leads:
+            self._wait(deadline, gauge)
+        elif self._others_call(self._wait(deadline, gauge, self.is_any_ready)):
             self._pool.resign()
 
     def _wait_inside_a_wait(self, deadline: float, _gauge: SpinGauge) -> None:

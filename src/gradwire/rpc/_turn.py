@@ -161,4 +161,6 @@ def about_to_block() -> None:
             turn.link.end_turn(turn)
         for sibling in turn.siblings:
             sibling.link.end_turn(sibling)
-    about_to_compute()
+    resign = _local.resign
+    if resign is not None:
+        resign()

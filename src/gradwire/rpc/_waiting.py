@@ -136,13 +136,13 @@ class Waiting:
         outcome: Outcome,
         limit: float,
         what: str,
-        *,
         unless_under_way: bool = False,
     ) -> None:
         """Reads on this thread, before it blocks, if it may; see `Link.read_as_caller`."""
         if link.holds:
             link.flush()
-        if link.connection.writer == threading.get_ident():
+        writer = link.connection.writer
+        if writer and writer == threading.get_ident():
             raise UsageError(
                 f"a finaliser (__del__, or a callback of weakref) waits for worker "
                 f"{peer.info.name!r} in the middle of a message to it, which can never "
@@ -160,14 +160,11 @@ class Waiting:
             and not turn.siblings  # it would leave them unread
         ):
             call_for_help()
-            link.read_in_turn(
-                turn, outcome, limit, what, unless_under_way=unless_under_way
-            )
+            link.read_in_turn(turn, outcome, limit, what, unless_under_way)
         else:
             about_to_block()
             link.read_as_caller(
-                *(outcome, limit, peer.calls, what, turn),
-                unless_under_way=unless_under_way,
+                outcome, limit, peer.calls, what, turn, unless_under_way
             )
 
     def _wait_for_others(

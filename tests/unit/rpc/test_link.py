@@ -493,6 +493,163 @@ def test_caller_whose_turn_was_ended_in_a_wait_does_not_read(monkeypatch):
         pool.close(LIMIT_S)
 
 
+class Answers(Owner):
+    """What comes is an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_next: Any = lambda: None
+        self.begins: list[float] = []
+
+    def is_request(self, frame: Frame) -> bool:
+        return False
+
+    def accept(self, link: Link, frame: Frame) -> Any:
+        self.on_next()
+
+    def turn_begins(self, now: float) -> None:
+        self.begins.append(now)
+
+
+@pytest.fixture
+def calling():
+    """A connection, its other end, and who gets what comes: no pool thread reads."""
+    ours, theirs = socket.socketpair()
+    peer = StreamConnection("test", theirs, Limits())
+    pool = WorkerPool("test", 1, lambda: None)
+    owner = Answers()
+    link = Link(StreamConnection("test", ours, Limits()), pool, owner)
+    yield link, peer, owner
+    link.close()
+    peer.close()
+    pool.close(LIMIT_S)
+
+
+def _call(link: Link, peer: StreamConnection, owner: Answers, meanwhile: Any) -> None:
+    answer = Outcome()
+
+    def on_answer() -> None:
+        meanwhile()
+        answer.finish(None, None)
+
+    owner.on_next = on_answer
+    peer.send(b"answer")
+    link.read_as_caller(answer, time.monotonic() + LIMIT_S, [], "answers")
+    assert answer.done
+
+
+def test_turn_of_the_next_caller_is_as_if_it_were_new(calling):
+    """It is the same object, which nobody else has."""
+    link = calling[0]
+    turns: list[Turn] = []
+
+    def look() -> None:
+        turn = link._turn
+        turns.append(turn)
+        assert turn is current_turn()
+        assert turn.thread == threading.get_ident()
+        assert turn.serving_since == link.last_received
+        assert turn.is_callers
+        assert not (turn.is_over or turn.rest or turn.put_off or turn.siblings)
+
+    _call(*calling, look)
+    other = threading.Thread(target=_call, args=(*calling, look))
+    other.start()
+    other.join(LIMIT_S)
+
+    assert len(turns) == 2
+    assert turns[0] is turns[1]
+    assert turns[0].is_over
+    again = link.take_callers_turn()
+    assert again is turns[0]
+    assert again.serving_since == 0.0
+
+
+def test_turn_that_others_have_ended_is_nobodys_again(calling):
+    """Whoever had it must find that it is over, also if another has its turn by then."""
+    link = calling[0]
+    turns: list[Turn] = []
+
+    def end() -> None:
+        turns.append(link._turn)
+        assert link.end_turn(turns[0])
+
+    _call(*calling, end)
+
+    assert link.take_callers_turn() is not turns[0]
+    assert turns[0].is_over
+
+
+def test_turn_with_siblings_is_nobodys_again(calling):
+    """These end it with their own, whoever has it."""
+    link = calling[0]
+    turn = link.take_callers_turn()
+    turn.siblings = [turn]
+
+    link.leave_callers_turn(turn, [])
+
+    assert link.take_callers_turn() is not turn
+
+
+def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(calling):
+    link, _, owner = calling
+    link._last_called = time.perf_counter()
+
+    _call(*calling, lambda: None)
+
+    assert not link._reading_wanted
+    assert owner.begins == [link.last_received]
+    nothing = Outcome()
+    nothing.finish(None, None)
+    link.read_as_caller(nothing, 0.0, [nothing], "what is here already")
+    assert len(owner.begins) == 2, "nothing was handled, and nobody would look"
+    assert link.check_turn(time.monotonic())
+
+
+class _Ending:
+    """The lock of a link; a turn ends as soon as a look has let go of it."""
+
+    def __init__(self, link: Link, turn: Turn) -> None:
+        self._lock, self._link, self._turn = link._lock, link, turn
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        self._link._lock = self._lock
+        self._link.leave_callers_turn(self._turn, [])
+
+
+def test_look_that_sees_a_turn_which_ends_at_that_moment_comes_again(calling):
+    link = calling[0]
+    turn = link.take_callers_turn()
+    turn.serving_since = time.monotonic()
+    link._last_called = time.perf_counter()
+    link._lock = _Ending(link, turn)
+
+    assert link.check_turn(time.monotonic())
+    assert turn.is_over
+    assert not link._reading_wanted
+
+
+def test_only_who_may_lead_waits_for_others_as_well(calling, monkeypatch):
+    link = calling[0]
+    looked: list[Any] = []
+    monkeypatch.setattr(
+        SpinGauge, "spin", lambda _, look: looked.append(look) or [(link.fileno, 0)]
+    )
+    gauge = link.gauge_of("it")
+
+    link._wait(0.0, gauge)
+    link._wait_in_turn(0.0, gauge)
+    assert link._pool._lead.claim()
+    link._wait_in_turn(0.0, gauge)
+
+    assert looked == [link.is_ready, link.is_ready, link.is_any_ready]
+    assert link._pool.leads, "nobody else has called"
+
+
 class PuttingOff(Owner):
     """What comes first puts something off, and more comes meanwhile."""
 
