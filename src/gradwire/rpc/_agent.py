@@ -17,7 +17,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from gradwire._config import RpcBackendOptions, find_secret
@@ -142,7 +142,7 @@ class Agent:
             for message, handler in interceptor.requests.items()
         }
         self.packing = Packing(self.interceptors)
-        self._request_kinds = {_CALL_KIND, *map(kind_of, self._requests)}
+        self.request_kinds: Container[int] = {_CALL_KIND, *map(kind_of, self._requests)}
         self._server = Server(self, self.interceptors)
         self._rounds = Rounds(self)
         self._turn_watch = self._rounds.watch
@@ -203,10 +203,6 @@ class Agent:
         self.turn_begins(time.monotonic())
 
     # --------------------------------------------------------------------- receiving
-
-    def is_request(self, frame: Frame) -> bool:
-        """See `LinkOwner`."""
-        return bool(frame.head) and frame.head[0] in self._request_kinds
 
     def accept(self, link: Link, frame: Frame) -> Any:
         """See `LinkOwner`."""

@@ -104,7 +104,7 @@ class Outcome:
         # without cannot on Windows.
         limit = 3600.0 if timeout_s is None else timeout_s
         try:
-            while not interruptible(waiter.acquire, timeout=limit):
+            while not interruptible(waiter.acquire, True, limit):
                 if timeout_s is not None:
                     return self.done
         finally:

@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Container, Sequence, Sized
 from typing import Any, Protocol, TypeVar
 
 from gradwire.errors import ProtocolError
@@ -27,7 +27,7 @@ from gradwire.rpc._turn import (
     Turn,
     leave_unread,
     let_others_read,
-    set_turn,
+    this_thread,
 )
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
@@ -48,8 +48,8 @@ SLICE_S = 0.05
 class LinkOwner(Protocol):
     """What a link needs of the agent."""
 
-    def is_request(self, frame: Frame) -> bool:
-        """Whether a frame asks this worker to do something; others tell it something."""
+    request_kinds: Container[int]
+    """How frames begin that ask this worker to do something; others tell it something."""
 
     def accept(self, link: Link, frame: Frame) -> Any:
         """Handles a frame, which may run callbacks; returns a request to serve, or None."""
@@ -355,14 +355,14 @@ class Link:
             return
         is_nested = before is not None and before.is_callers
         wait = self._wait_inside_a_wait if is_nested else self._wait
-        set_turn(turn)
+        this_thread.turn = turn
         try:
             gauge = self._gauges.get(what) or self.gauge_of(what)
             self._read_until(
                 turn, outcome, deadline, gauge, unless_under_way, wait, MOST_PASSED_ON
             )
         finally:
-            set_turn(before)
+            this_thread.turn = before
             self.leave_callers_turn(turn, calls)
 
     def take_callers_turn(self, unless_under_way: bool = False) -> Turn | None:
@@ -520,7 +520,7 @@ class Link:
                 holder = [turn.rest.pop()]
             except IndexError:
                 return
-            if self._owner.is_request(holder[0]):
+            if self._is_request(holder[0]):
                 self._submit(holder)
             else:
                 self._handle(holder, turn)
@@ -627,25 +627,31 @@ class Link:
         Returns:
             How many requests there were.
         """
-        if len(frames) == 1 and not turn.rest and not self._owner.is_request(frames[0]):
-            # As mostly; `_work_off` does the same.
-            turn.serving_since = now = self.last_received
-            self._owner.turn_begins(now)
-            self._pool.ensure_follower()
-            self._handle(frames, turn)
-            return 0
+        if len(frames) == 1 and not turn.rest:
+            head = frames[0].head
+            if head and head[0] not in self._owner.request_kinds:
+                # As mostly; `_work_off` does the same.
+                turn.serving_since = now = self.last_received
+                self._owner.turn_begins(now)
+                if not self._pool.num_idle:
+                    self._pool.ensure_follower()
+                self._handle(frames, turn)
+                return 0
         num_requests = self._pass_on_requests(frames)
         self._work_off(frames, turn)
         return num_requests
 
     def _pass_on_requests(self, frames: list[Frame]) -> int:
         """Takes the requests out, which go to the pool; returns how many there were."""
-        is_request = self._owner.is_request
+        is_request = self._is_request
         requests = [frame for frame in frames if is_request(frame)]
         if requests:
             frames[:] = [frame for frame in frames if not is_request(frame)]
             self._submit(requests)
         return len(requests)
+
+    def _is_request(self, frame: Frame) -> bool:
+        return bool(frame.head) and frame.head[0] in self._owner.request_kinds
 
     def _submit(self, frames: list[Frame]) -> None:
         self._pool.submit(*[functools.partial(self._handle, [f], None) for f in frames])

@@ -20,7 +20,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Args = TypeVarTuple("Args")
 
 __all__ = [
     "interruptible",
@@ -32,7 +37,6 @@ __all__ = [
 
 _SLICE_S = 0.05
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _SIGNALS = tuple(
@@ -128,14 +132,14 @@ class _Shield:
         else:
             self._handlers[number](number, frame)
 
-    def wait(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def wait(self, function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
         was_waiting, self._is_waiting = self._is_waiting, True
         try:
             if self._put_off:
                 self._run_put_off()
             # Not ``return function()``: its result would be on the way out of the try
             # when a signal comes, and the finally be skipped.
-            result = function(*args, **kwargs)
+            result = function(*args)
         finally:
             self._is_waiting = was_waiting
         return result
@@ -199,7 +203,7 @@ def _nothing() -> None:
     pass
 
 
-def interruptible(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def interruptible(function: Callable[[Unpack[Args]], T], *args: Unpack[Args]) -> T:
     """Calls a function that waits, so that signals end the wait also inside a shield.
 
     It must be a single C call, such as the acquiring of a lock: Python code, also that
@@ -207,5 +211,5 @@ def interruptible(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     conditions there is `wait_in_slices`.
     """
     if _shield.depth and threading.get_ident() == _main_thread:
-        return _shield.wait(function, *args, **kwargs)
-    return function(*args, **kwargs)
+        return _shield.wait(function, *args)
+    return function(*args)

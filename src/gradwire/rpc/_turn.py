@@ -38,6 +38,7 @@ __all__ = [
     "let_others_read",
     "set_helper",
     "set_turn",
+    "this_thread",
 ]
 
 LONGEST_TURN_S = 0.02
@@ -48,7 +49,10 @@ LOOK_S = 0.01
 
 
 class _Local(threading.local):
-    """What a thread has; defaults, since to ask for what is not there costs more."""
+    """What a thread has; defaults, since to ask for what is not there costs more.
+
+    Each call asks for the turn, and sets it: that needs no function.
+    """
 
     turn: Turn | None = None
     call_for_help: Callable[[], None] | None = None
@@ -56,7 +60,7 @@ class _Local(threading.local):
     unread: set[Link] | None = None
 
 
-_local = _Local()
+this_thread = _Local()
 
 
 class Turn:
@@ -90,17 +94,19 @@ class Turn:
 
 def current_turn() -> Turn | None:
     """The turn of the current thread."""
-    return _local.turn
+    return this_thread.turn
 
 
 def set_turn(turn: Turn | None) -> None:
     """Begins or ends the turn of the current thread."""
-    _local.turn = turn
+    this_thread.turn = turn
 
 
 def forget_turn() -> None:
     """The current thread has no turn, and nobody to help, in a process that was forked."""
-    _local.turn = _local.call_for_help = _local.resign = _local.unread = None
+    this_thread.turn = this_thread.call_for_help = this_thread.resign = (
+        this_thread.unread
+    ) = None
 
 
 def leave_unread(link: Link) -> None:
@@ -108,18 +114,18 @@ def leave_unread(link: Link) -> None:
 
     Nobody reads there until it is, or calls `let_others_read`, or a look has come.
     """
-    unread = _local.unread
+    unread = this_thread.unread
     if unread is None:
-        _local.unread = {link}
+        this_thread.unread = {link}
     else:
         unread.add(link)
 
 
 def let_others_read() -> None:
     """To be called before the current thread sleeps: it will not be back so soon."""
-    unread = _local.unread
+    unread = this_thread.unread
     if unread is not None:
-        _local.unread = None
+        this_thread.unread = None
         for link in unread:
             link.read_by_others()
 
@@ -131,36 +137,36 @@ def set_helper(helper: Callable[[], None], resign: Callable[[], None]) -> None:
         helper: Before it waits for one connection, and reads it.
         resign: Before it does something else that takes its time.
     """
-    _local.call_for_help, _local.resign = helper, resign
+    this_thread.call_for_help, this_thread.resign = helper, resign
 
 
 def call_for_help() -> None:
     """To be called before a wait during which this thread goes on reading."""
-    helper = _local.call_for_help
+    helper = this_thread.call_for_help
     if helper is not None:
         helper()
 
 
 def about_to_compute() -> None:
     """To be called before something that takes long, and keeps the turn, but only one."""
-    turn = _local.turn
+    turn = this_thread.turn
     if turn is not None and turn.siblings and not turn.is_callers:
         for sibling in turn.siblings:
             if sibling is not turn:
                 sibling.link.end_turn(sibling)
-    resign = _local.resign
+    resign = this_thread.resign
     if resign is not None:
         resign()
 
 
 def about_to_block() -> None:
     """To be called before any other wait that may last."""
-    turn = _local.turn
+    turn = this_thread.turn
     if turn is not None:
         if not turn.is_over:
             turn.link.end_turn(turn)
         for sibling in turn.siblings:
             sibling.link.end_turn(sibling)
-    resign = _local.resign
+    resign = this_thread.resign
     if resign is not None:
         resign()

@@ -14,7 +14,7 @@ from gradwire.rpc._network import Network
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._several import Reading, read_several
 from gradwire.rpc._signals import shielded
-from gradwire.rpc._turn import about_to_block, call_for_help, current_turn
+from gradwire.rpc._turn import about_to_block, call_for_help, this_thread
 from gradwire.wire import thread_state_is_clean
 
 __all__ = ["Waiting"]
@@ -71,7 +71,7 @@ class Waiting:
         The thread is none of the pool, and the main thread is inside `shielded`. Calls
         need not be done when it returns: each has to be waited for as if it were alone.
         """
-        if current_turn() is not None or not thread_state_is_clean():
+        if this_thread.turn is not None or not thread_state_is_clean():
             return
         me = threading.get_ident()
         readings: dict[Link, Reading] = {}
@@ -150,7 +150,7 @@ class Waiting:
                 "not wait",
                 worker=peer.info.name,
             )
-        turn = current_turn()
+        turn = this_thread.turn
         if not thread_state_is_clean():
             return
         if (

@@ -25,12 +25,11 @@ LIMIT_S = 10.0
 class Owner:
     """Takes down what comes."""
 
+    request_kinds = range(256)
+
     def __init__(self) -> None:
         self.heads: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self.threads: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
-
-    def is_request(self, frame: Frame) -> bool:
-        return True
 
     def accept(self, link: Link, frame: Frame) -> Any:
         self.heads.put(bytes(frame.head))
@@ -111,12 +110,11 @@ def _call_rapidly(link: Link, peer: StreamConnection, owner: Any) -> None:
 class Answered(Owner):
     """What comes is an answer, until somebody sleeps."""
 
+    request_kinds = b"r"
+
     def __init__(self) -> None:
         super().__init__()
         self.on_next: Any = None
-
-    def is_request(self, frame: Frame) -> bool:
-        return frame.head != b"answer"
 
     def accept(self, link: Link, frame: Frame) -> Any:
         super().accept(link, frame)
@@ -275,12 +273,11 @@ def test_gauges_of_very_many_kinds_of_waits_are_bounded():
 
 def test_end_is_not_reported_before_an_answer_that_came_with_a_request():
     class Watcher(Owner):
+        request_kinds = b"r"
+
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[str] = []
-
-        def is_request(self, frame: Frame) -> bool:
-            return frame.head.startswith(b"request")
 
         def accept(self, link: Link, frame: Frame) -> Any:
             self.seen.append(frame.head.decode())
@@ -314,8 +311,7 @@ def test_end_is_not_reported_before_an_answer_that_came_with_a_request():
 class Worker(Owner):
     """Every frame sets off some work."""
 
-    def is_request(self, frame: Frame) -> bool:
-        return False
+    request_kinds = ()
 
     def accept(self, link: Link, frame: Frame) -> Any:
         return bytes(frame.head)
@@ -376,12 +372,11 @@ def test_goodbye_is_not_taken_for_the_end_before_what_came_earlier():
 
 def test_end_that_is_noticed_while_somebody_reads_waits_for_what_came_before_it():
     class Watcher(Owner):
+        request_kinds = ()
+
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[str] = []
-
-        def is_request(self, frame: Frame) -> bool:
-            return False
 
         def accept(self, link: Link, frame: Frame) -> Any:
             self.seen.append(frame.head.decode())
@@ -418,8 +413,7 @@ def test_end_that_is_noticed_while_somebody_reads_waits_for_what_came_before_it(
 
 def test_thread_that_waits_takes_what_it_has_read_one_by_one():
     class Watcher(Owner):
-        def is_request(self, frame: Frame) -> bool:
-            return False
+        request_kinds = ()
 
         def accept(self, link: Link, frame: Frame) -> Any:
             super().accept(link, frame)
@@ -446,8 +440,7 @@ def test_caller_whose_turn_was_ended_while_it_handled_an_answer_reads_no_more():
     class Slow(Owner):
         """Takes so long that a look ends the turn."""
 
-        def is_request(self, frame: Frame) -> bool:
-            return False
+        request_kinds = ()
 
         def accept(self, link: Link, frame: Frame) -> Any:
             assert link.end_turn(turn_of(link))
@@ -496,13 +489,12 @@ def test_caller_whose_turn_was_ended_in_a_wait_does_not_read(monkeypatch):
 class Answers(Owner):
     """What comes is an answer."""
 
+    request_kinds = ()
+
     def __init__(self) -> None:
         super().__init__()
         self.on_next: Any = lambda: None
         self.begins: list[float] = []
-
-    def is_request(self, frame: Frame) -> bool:
-        return False
 
     def accept(self, link: Link, frame: Frame) -> Any:
         self.on_next()
@@ -653,15 +645,14 @@ def test_only_who_may_lead_waits_for_others_as_well(calling, monkeypatch):
 class PuttingOff(Owner):
     """What comes first puts something off, and more comes meanwhile."""
 
+    request_kinds = ()
+
     def __init__(self, peer: StreamConnection, meanwhile: Any) -> None:
         super().__init__()
         self._peer = peer
         self._meanwhile = meanwhile
         self.done: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.seen_by_who_blocks: queue.SimpleQueue[set[str]] = queue.SimpleQueue()
-
-    def is_request(self, frame: Frame) -> bool:
-        return False
 
     def accept(self, link: Link, frame: Frame) -> Any:
         if frame.head == b"first":

@@ -41,6 +41,8 @@ def _spins_for_long(monkeypatch):
 class Bench:
     """A pool, and connections to it; requests are run by what is set for them."""
 
+    request_kinds = range(256)
+
     def __init__(self, number: int) -> None:
         self.pool = WorkerPool("test", 2, lambda: None)
         self.handlers: dict[bytes, Callable[[], object]] = {}
@@ -56,9 +58,6 @@ class Bench:
         self.pool.start()
         for link in self.links:
             link.start()
-
-    def is_request(self, frame: Frame) -> bool:
-        return True
 
     def accept(self, link: Link, frame: Frame) -> Any:
         return bytes(frame.head)

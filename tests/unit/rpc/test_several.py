@@ -25,17 +25,16 @@ LIMIT_S = 10.0
 class Owner:
     """Frames are answers, and begin with the number of their call."""
 
+    request_kinds = b"r"
+
     def __init__(self) -> None:
         self.calls: dict[int, PendingCall] = {}
         self.threads: list[threading.Thread] = []
         self.on_answer: Any = lambda: None
 
-    def is_request(self, frame: Frame) -> bool:
-        return frame.head.startswith(b"request")
-
     def accept(self, link: Link, frame: Frame) -> Any:
         self.threads.append(threading.current_thread())
-        if not self.is_request(frame):
+        if not frame.head.startswith(b"request"):
             self.on_answer()
             self.calls[int(frame.head)].settle(bytes(frame.head), None)
 
