@@ -53,6 +53,7 @@ from gradwire.rpc._serving import (
 from gradwire.rpc._shutdown import Departure
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import AnyTargets, ExportedTargets, Targets
+from gradwire.rpc._watch import TurnWatch
 from gradwire.transport import Frame
 from gradwire.transport._forks import keep_from_children
 from gradwire.wire import (
@@ -145,7 +146,7 @@ class Agent:
         self.request_kinds: Container[int] = {_CALL_KIND, *map(kind_of, self._requests)}
         self._server = Server(self, self.interceptors)
         self._rounds = Rounds(self)
-        self._turn_watch = self._rounds.watch
+        self.watch: TurnWatch = self._rounds.watch
         self._caller = caller = Caller(self, self._rounds)
         # What the layers above use, without a step in between that each call would take.
         self.call, self.call_all = caller.call, caller.call_all
@@ -247,8 +248,8 @@ class Agent:
 
     def turn_begins(self, now: float) -> None:
         """See `LinkOwner`."""
-        if now > self._turn_watch.settled_until:
-            self._turn_watch.put_off(now)
+        if now > self.watch.settled_until:
+            self.watch.put_off(now)
 
     def describe(self, error: BaseException) -> Description:
         """What others are told of an error that was raised here."""

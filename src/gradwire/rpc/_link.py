@@ -45,8 +45,19 @@ SLICE_S = 0.05
 """How long a caller reads before it looks whether it still has to."""
 
 
+class Settled(Protocol):
+    """Tells when a look has to be put off again."""
+
+    settled_until: float
+    """Until then `LinkOwner.turn_begins` need not be called, on the monotonic clock."""
+
+
 class LinkOwner(Protocol):
     """What a link needs of the agent."""
+
+    @property
+    def watch(self) -> Settled:
+        """What looks at turns."""
 
     request_kinds: Container[int]
     """How frames begin that ask this worker to do something; others tell it something."""
@@ -632,7 +643,8 @@ class Link:
             if head and head[0] not in self._owner.request_kinds:
                 # As mostly; `_work_off` does the same.
                 turn.serving_since = now = self.last_received
-                self._owner.turn_begins(now)
+                if now > self._owner.watch.settled_until:
+                    self._owner.turn_begins(now)
                 if not self._pool.num_idle:
                     self._pool.ensure_follower()
                 self._handle(frames, turn)

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class Owner:
     """Takes down what comes."""
 
     request_kinds = range(256)
+    watch = SimpleNamespace(settled_until=0.0)
 
     def __init__(self) -> None:
         self.heads: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -596,6 +598,16 @@ def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(callin
     link.read_as_caller(nothing, 0.0, [nothing], "what is here already")
     assert len(owner.begins) == 2, "nothing was handled, and nobody would look"
     assert link.check_turn(time.monotonic())
+
+
+def test_look_that_is_put_off_for_long_enough_is_not_put_off_again(calling):
+    link, _, owner = calling
+    link._last_called = time.perf_counter()
+    owner.watch = SimpleNamespace(settled_until=time.monotonic() + LIMIT_S)
+
+    _call(*calling, lambda: None)
+
+    assert owner.begins == []
 
 
 class _Ending:

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ class Bench:
     """A pool, and connections to it; requests are run by what is set for them."""
 
     request_kinds = range(256)
+    watch = SimpleNamespace(settled_until=0.0)
 
     def __init__(self, number: int) -> None:
         self.pool = WorkerPool("test", 2, lambda: None)

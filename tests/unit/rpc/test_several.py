@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class Owner:
     """Frames are answers, and begin with the number of their call."""
 
     request_kinds = b"r"
+    watch = SimpleNamespace(settled_until=0.0)
 
     def __init__(self) -> None:
         self.calls: dict[int, PendingCall] = {}
