@@ -596,7 +596,7 @@ class Caller:
         peer = self._network.peer_of(call.link)
         if peer is not None:
             peer.calls.give_up(call)
-        call.drop_notes(has_failed=True)
+        call.fail_notes()
 
     def expire(self, peer: Peer, call: PendingCall) -> None:
         """A call has reached its deadline."""

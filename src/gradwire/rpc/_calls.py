@@ -99,22 +99,25 @@ class PendingCall(Outcome):
     def settle(self, value: Any, error: BaseException | None) -> None:
         """Finishes the call. Callbacks of its future may run here."""
         if self.finish(value, error):
-            if self.notes:
-                self.drop_notes(error is not None, error)
+            if error is not None:
+                self.fail_notes(error)
+            elif self.notes:
+                notes, self.notes = self.notes, _NO_NOTES
+                for note in notes.values():
+                    note.call = None
             self.keeps = None
             if (future := self.future) is not None:
                 # Taken out: a finished call and its future must not keep each other alive.
                 self.future = None
                 future._settle()
 
-    def drop_notes(self, has_failed: bool, error: BaseException | None = None) -> None:
-        """Ends the notes; those of a failed call are told that no value will be taken."""
+    def fail_notes(self, error: BaseException | None = None) -> None:
+        """Ends the notes, and tells them that no value will be taken."""
         if self.notes:
             notes, self.notes = self.notes, _NO_NOTES
             for note in notes.values():
                 note.call = None
-                if has_failed:
-                    note.failed(was_sent=True, error=error)
+                note.failed(was_sent=True, error=error)
 
 
 class CallTable:

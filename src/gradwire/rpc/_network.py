@@ -605,14 +605,14 @@ class Network:
             ValueError: It is neither name, rank nor WorkerInfo.
             UnknownWorker: There is no such worker.
         """
-        if type(to) is str:
-            peer = self._by_name.get(to)
-        elif type(to) is int:
-            peer = self._peers.get(to)
-        elif isinstance(to, WorkerInfo):
+        if isinstance(to, WorkerInfo):  # as mostly
             peer = self._peers.get(to.id)
             if peer is not None and peer.info.name != to.name:
                 peer = None
+        elif type(to) is str:
+            peer = self._by_name.get(to)
+        elif type(to) is int:
+            peer = self._peers.get(to)
         elif isinstance(to, str):
             return self.find(str(to))
         else:
@@ -620,21 +620,21 @@ class Network:
                 "a destination is a worker's name (str), rank (int) or WorkerInfo, not "
                 f"{type(to).__name__}: {to!r}"
             )
-        if peer is None and not self._joined.is_set():
+        if peer is not None:
+            return peer
+        if not self._joined.is_set():
             # Others may call us before we know the whole group; their handlers wait.
             about_to_block()
             limit = time.monotonic() + self._options.init_timeout
             if wait_in_slices(self._joined.wait, limit):
                 return self.find(to)
-        if peer is None:
-            peers = list(self._peers.values())
-            count, known = len(peers), ", ".join(repr(p.info.name) for p in peers[:16])
-            raise UnknownWorker(
-                f"worker {self._info.name!r} could not find destination {to!r}; the group "
-                f"has {count} worker{'s' if count > 1 else ''}: {known}"
-                f"{self._similar_to(to)}"
-            )
-        return peer
+        peers = list(self._peers.values())
+        count, known = len(peers), ", ".join(repr(p.info.name) for p in peers[:16])
+        raise UnknownWorker(
+            f"worker {self._info.name!r} could not find destination {to!r}; the group "
+            f"has {count} worker{'s' if count > 1 else ''}: {known}"
+            f"{self._similar_to(to)}"
+        )
 
     def _similar_to(self, to: object) -> str:
         close = difflib.get_close_matches(str(to), list(self._by_name), n=1)

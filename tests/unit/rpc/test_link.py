@@ -507,7 +507,7 @@ class Answers(Owner):
 
 @pytest.fixture
 def calling():
-    """A connection, its other end, and who gets what comes: no pool thread reads."""
+    """A connection, its other end, and who gets what comes."""
     ours, theirs = socket.socketpair()
     peer = StreamConnection("test", theirs, Limits())
     pool = WorkerPool("test", 1, lambda: None)
@@ -528,7 +528,8 @@ def _call(link: Link, peer: StreamConnection, owner: Answers, meanwhile: Any) ->
 
     owner.on_next = on_answer
     peer.send(b"answer")
-    link.read_as_caller(answer, time.monotonic() + LIMIT_S, [], "answers")
+    # With another call in flight, so that it is left unread: no pool thread reads it.
+    link.read_as_caller(answer, time.monotonic() + LIMIT_S, [answer], "answers")
     assert answer.done
 
 
@@ -587,7 +588,6 @@ def test_turn_with_siblings_is_nobodys_again(calling):
 
 def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(calling):
     link, _, owner = calling
-    link._last_called = time.perf_counter()
 
     _call(*calling, lambda: None)
 
@@ -597,12 +597,12 @@ def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(callin
     nothing.finish(None, None)
     link.read_as_caller(nothing, 0.0, [nothing], "what is here already")
     assert len(owner.begins) == 2, "nothing was handled, and nobody would look"
+    link._last_called = time.perf_counter() + LIMIT_S
     assert link.check_turn(time.monotonic())
 
 
 def test_look_that_is_put_off_for_long_enough_is_not_put_off_again(calling):
     link, _, owner = calling
-    link._last_called = time.perf_counter()
     owner.watch = SimpleNamespace(settled_until=time.monotonic() + LIMIT_S)
 
     _call(*calling, lambda: None)
@@ -622,17 +622,16 @@ class _Ending:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
         self._link._lock = self._lock
-        self._link.leave_callers_turn(self._turn, [])
+        self._link.leave_callers_turn(self._turn, [self])
 
 
 def test_look_that_sees_a_turn_which_ends_at_that_moment_comes_again(calling):
     link = calling[0]
     turn = link.take_callers_turn()
-    turn.serving_since = time.monotonic()
-    link._last_called = time.perf_counter()
+    turn.serving_since = now = time.monotonic()
     link._lock = _Ending(link, turn)
 
-    assert link.check_turn(time.monotonic())
+    assert link.check_turn(now)
     assert turn.is_over
     assert not link._reading_wanted
 
