@@ -124,6 +124,12 @@ class StreamConnection(Connection):
         self._shares_memory = (
             shares_memory and limits.shares_memory and _segments.is_supported()
         )
+        # For `map`: a read into all of the buffer, as `_read` makes it.
+        self._whole_read = (
+            (sock.recvmsg_into, ((self._view,),), _ANCILLARY_BYTES, _CLOEXEC)
+            if self._shares_memory
+            else None
+        )
         self._bytes_sent = self.bytes_received = 0
         self._frames_sent = self._frames_received = 0
 
@@ -144,29 +150,34 @@ class StreamConnection(Connection):
         data = _pack_header(size, 0, _DATA, _MARK) + head
         if self._borrowed.ended:
             data = self._returns() + data
-        queue = self._queue
-        queue.append(data)
+        queue, lock = self._queue, self._write_lock
         if hold:
+            queue.append(data)
             return None
-        # As `flush` does, written out for what is alone and fits, as most of it does. The
-        # rest, and whatever went wrong, is left in the queue for it.
-        lock = self._write_lock
-        if self._writes_directly and lock.acquire(False):
-            try:
-                self.writer = _get_ident()
-                # It may have been sent meanwhile, and what is alone now be another one's.
-                if len(queue) == 1 and queue[0] is data and not self._written:
-                    size = len(data)
-                    (self._written,) = map(self._sock.send, (data,))
-                    if self._written == size:
-                        self._written = 0
-                        del queue[0]
-                        self._bytes_sent += size
-            except OSError:  # also if it was closed meanwhile
-                pass
-            finally:
-                self.writer = 0
-                lock.release()
+        if queue or not (self._writes_directly and lock.acquire(False)):
+            queue.append(data)
+            self.flush()
+            return None
+        # As `flush` does, written out for what is alone and fits, as most of it does: that
+        # is never in the queue, which gets the rest, and whatever went wrong.
+        try:
+            self.writer = _get_ident()
+            if queue:  # another thread was faster
+                queue.append(data)
+            else:
+                size = len(data)
+                try:
+                    (written,) = map(self._sock.send, (data,))  # Note [counted calls]
+                except OSError:  # also if it was closed meanwhile
+                    written = 0
+                if written == size:
+                    self._bytes_sent += size
+                else:  # before what others have left meanwhile
+                    self._written = written
+                    queue.appendleft(data)
+        finally:
+            self.writer = 0
+            lock.release()
         if queue:
             self.flush()
         return None
@@ -422,10 +433,9 @@ class StreamConnection(Connection):
     def receive(self) -> list[Frame]:
         self.is_drained = False
         if (
-            self._start == self._stop
+            not (self._stop or self._inbox)
             and self._bulk is None
             and self._long is None
-            and not self._inbox
         ):
             frame = self._read_frame()
             if frame is not None:
@@ -450,6 +460,8 @@ class StreamConnection(Connection):
                 and len(self._descriptors) == num_descriptors
             ):
                 self.is_drained = True
+        if self._start == self._stop:
+            self._start = self._stop = 0
         frames, self._inbox = self._inbox, []
         self._frames_received += len(frames)
         return frames
@@ -459,15 +471,12 @@ class StreamConnection(Connection):
 
         Then it is returned. Whatever else was read is left to be parsed.
         """
-        self._start = self._stop = 0
-        view = self._view
-        if not self._shares_memory:
+        view, whole_read = self._view, self._whole_read
+        if whole_read is None:
             count = self._read(view)
         else:  # as `_read` does, written out for the case that nothing special happens
             try:
-                ((count, ancillary, flags, _),) = map(
-                    self._sock.recvmsg_into, ((view,),), _ANCILLARY_BYTES, _CLOEXEC
-                )
+                ((count, ancillary, flags, _),) = map(*whole_read)
                 self._stop = count
                 if ancillary or not count or flags & _TRUNCATED:
                     self._note_what_came(count, ancillary, flags)
@@ -478,9 +487,8 @@ class StreamConnection(Connection):
         if count < self._capacity and not self._descriptors:
             self.is_drained = True
             head_bytes = count - _HEADER_BYTES
-            if 0 < head_bytes <= self._max_head_bytes and self._buffer.startswith(
-                _pack_header(head_bytes, 0, _DATA, _MARK)
-            ):
+            is_whole = _unpack_header(view) == (head_bytes, 0, _DATA, _MARK)
+            if is_whole and head_bytes <= self._max_head_bytes:
                 frame = Frame(view[_HEADER_BYTES:count].tobytes(), [])
                 # No call behind this: see `_take_frame`.
                 self._stop = 0

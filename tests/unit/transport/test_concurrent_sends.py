@@ -74,10 +74,44 @@ def test_frame_that_another_thread_has_sent_meanwhile_is_not_sent_again():
         ours.send(b"third", hold=True)
 
     ours._queue = Queue()
+    ours.send(b"zeroth", hold=True)  # else the first would not enter the queue
     ours.send(b"first")
     ours.flush()
 
     heads = [bytes(frame.head) for frame in theirs.receive()]
+    assert heads == [b"zeroth", b"first", b"second", b"third"]
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 9, None])
+@pytest.mark.parametrize("as_error", [False, True])
+def test_rest_of_a_frame_goes_before_what_others_send_meanwhile(num_taken, as_error):
+    """Of a frame that is written without entering the queue."""
+    ours: Any
+    ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
+    sock = ours._sock
+
+    class Slow:
+        """Takes a part of the first frame only, while others send."""
+
+        def send(self, data: Any) -> int:
+            ours._sock = sock
+            for head in (b"second", b"third"):
+                other = threading.Thread(target=ours.send, args=(head,))
+                other.start()
+                other.join()
+            num = sock.send(data[:num_taken]) if num_taken != 0 else 0
+            if as_error and num == 0:
+                raise BlockingIOError
+            return num
+
+    ours._sock = Slow()
+    ours.send(b"first")
+
+    heads = [bytes(frame.head) for frame in theirs.receive()]
     assert heads == [b"first", b"second", b"third"]
+    assert ours.num_queued == 0
+    assert ours.counters()["bytes_sent"] == theirs.counters()["bytes_received"]
     ours.close()
     theirs.close()
