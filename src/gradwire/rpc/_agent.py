@@ -213,17 +213,17 @@ class Agent:
         try:
             message, kind = decode_control(frame.head)
             if kind == _CALL_KIND:
-                return peer, message, frame
+                return [peer, message, frame]
             if kind in _REPLY_KINDS:
                 callbacks = self._caller.on_answer(peer, message, frame)
                 if callbacks is not None:
-                    return peer, callbacks, None
+                    return [peer, callbacks, None]
             elif type(message) in self._requests:
-                return peer, message, frame
+                return [peer, message, frame]
             elif (handler := self._handlers.get(type(message))) is not None:
                 work = handler(peer, message, frame)
                 if work is not None:
-                    return peer, work, None
+                    return [peer, work, None]
             else:
                 self._on_control(link, peer, message)
         except GradwireError as error:
@@ -233,6 +233,7 @@ class Agent:
     def serve(self, link: Link, request: Any) -> None:
         """See `LinkOwner`."""
         peer, message, frame = request
+        request.clear()
         try:
             if type(message) is Call:
                 self._server.serve(link, peer, message, frame)

@@ -66,7 +66,13 @@ class LinkOwner(Protocol):
         """Handles a frame, which may run callbacks; returns a request to serve, or None."""
 
     def serve(self, link: Link, request: Any) -> None:
-        """Serves a request; may block."""
+        """Serves a request; may block.
+
+        Args:
+            link: Where it came from.
+            request: From `accept`, and not needed by who calls. It should be emptied, so
+                that its memory dies with its user.
+        """
 
     def turn_begins(self, now: float) -> None:
         """A turn begins to serve; `Link.check_turn` must be called before long.
@@ -106,10 +112,10 @@ class Link:
         self.gauge = SpinGauge()  # for what comes unasked
         self._gauges: dict[str, SpinGauge] = {}  # for what is waited for
         self._quiet_since = self._last_called = time.perf_counter()
-        # Only who reads changes these.
-        self.has_woken = False
-        self._num_read = 0
-        self._is_receiving = False  # and what came is not counted yet
+        self.has_woken = False  # only who reads changes this
+        # An item for each frame that was read and not handled, and for a read that goes
+        # on. A list, since that takes and gives items in one step, without a lock.
+        self._under_way: list[None] = []
         self.is_ready = self.is_any_ready = readiness(self.fileno)
         self._poller_fileno = pool.poller.fileno()
         if self._poller_fileno is not None:  # for who leads: others need it, too
@@ -120,7 +126,6 @@ class Link:
         self._turn: Turn | None = None
         self._last_turn: Turn | None = None  # of a caller: over, and known to nobody
         self._reading_wanted = self._writing_wanted = False
-        self._num_handled = 0  # of the frames that were read
         self._num_not_left = 0  # waits after which a handler is not to leave it unread
         self.num_waiting = 0
         self._ended = False
@@ -229,8 +234,20 @@ class Link:
         frames = self._receive()
         if frames:
             num_woken = Outcome.num_woken
-            self._work_off(frames, turn)
-            goes_on = self.reads_again(turn)
+            now = self.last_received
+            for sibling in turn.siblings:  # none of them is read meanwhile
+                sibling.serving_since = now
+            if len(frames) == 1 and not turn.rest:
+                # As mostly; `_work_off` does the same.
+                turn.serving_since = now
+                self._owner.turn_begins(now)
+                if not self._pool.num_idle:
+                    self._pool.ensure_follower()
+                self._handle(frames, turn)
+            else:
+                self._work_off(frames, turn)
+            turn.serving_since = 0.0  # as `reads_again`, written out
+            goes_on = not turn.is_over
             if goes_on and turn.put_off:
                 goes_on = self._work_off_meanwhile(turn)
             self.has_woken = Outcome.num_woken != num_woken
@@ -289,6 +306,10 @@ class Link:
             if turn.is_over or if_since not in (None, turn.serving_since):
                 return False
             turn.is_over = True
+            # Once more: see `reads_again`.
+            if if_since not in (None, turn.serving_since):
+                turn.is_over = False
+                return False
             self._reader = self._turn = None
             if not later:
                 self._arm(read=True)
@@ -383,7 +404,7 @@ class Link:
             unless_under_way: See `read_as_caller`.
         """
         with self._lock:
-            if self._reader is not None or (unless_under_way and self._is_under_way()):
+            if self._reader is not None or (unless_under_way and self._under_way):
                 return None
             turn, self._last_turn = self._last_turn, None
             if turn is None:
@@ -441,12 +462,14 @@ class Link:
         return self._handle_as_caller(frames, turn)
 
     def reads_again(self, turn: Turn) -> bool:
-        """A turn's thread has handled what there was; False if the turn is over."""
-        with self._lock:
-            if turn.is_over:
-                return False
-            turn.serving_since = 0.0
-            return True
+        """A turn's thread has handled what there was; False if the turn is over.
+
+        Without the lock: `end_turn` sets the one before it looks at the other a last time,
+        and this does so the other way round. So never do both go on. If both give way, the
+        turn is not over yet: whoever stops reading ends it in any case.
+        """
+        turn.serving_since = 0.0
+        return not turn.is_over
 
     def read_in_turn(
         self,
@@ -467,7 +490,7 @@ class Link:
         try:
             self._handle_rest(turn)
             with self._lock:
-                if turn.is_over or (unless_under_way and self._is_under_way()):
+                if turn.is_over or (unless_under_way and self._under_way):
                     return
                 turn.serving_since = 0.0
             try:
@@ -600,23 +623,21 @@ class Link:
     # ----------------------------------------------------------------------- handling
 
     def _receive(self) -> list[Frame]:
-        # The end may be noticed in here, before what came with it is counted.
-        self._is_receiving = True
+        # The end may be noticed in here, before what came with it is counted: the one
+        # frame that comes mostly is counted before.
+        self._under_way.append(None)
+        frames: list[Frame] = []
         try:
             frames = self.connection.receive()
             if frames:
                 self.last_received = time.monotonic()
-                self._num_read += len(frames)
         except ProtocolError as error:
             self.connection.end = f"it broke the protocol: {error}"
-            return []
         finally:
-            self._is_receiving = False
+            if len(frames) != 1:
+                self._under_way.extend([None] * len(frames))
+                self._under_way.pop()
         return frames
-
-    def _is_under_way(self) -> bool:
-        """Whether something was read and not handled; the caller holds the lock."""
-        return self._num_handled != self._num_read
 
     def silence(self, now: float) -> float:
         """For how long nothing was heard of the peer; a part of a frame counts.
@@ -671,16 +692,10 @@ class Link:
     def _work_off(self, frames: list[Frame], turn: Turn) -> None:
         """Handles what the turn has read, or has not come to before."""
         rest = turn.rest
-        now = time.monotonic()
-        self._owner.turn_begins(now)
-        if len(frames) == 1 and not rest:
-            turn.serving_since = now
-            self._pool.ensure_follower()
-            self._handle(frames, turn)
-        else:
-            frames.reverse()
-            rest[:0] = frames
-            frames.clear()
+        self._owner.turn_begins(self.last_received)
+        frames.reverse()
+        rest[:0] = frames
+        frames.clear()
         while rest:
             turn.serving_since = time.monotonic()
             try:
@@ -698,8 +713,7 @@ class Link:
         try:
             request = self._owner.accept(self, holder.pop())
         finally:
-            with self._lock:
-                self._num_handled += 1
+            self._under_way.pop()
             if self.connection.end is not None:
                 self.end_if_over()
         if request is None:
@@ -708,9 +722,7 @@ class Link:
             # Its thread waits in the middle of something else.
             self._pool.submit(functools.partial(self._owner.serve, self, request))
             return
-        holder.append(request)
-        del request
-        self._owner.serve(self, holder.pop())
+        self._owner.serve(self, request)
 
     def end_with(self, reason: str) -> None:
         """The peer has said that nothing more will come, and why."""
@@ -721,7 +733,7 @@ class Link:
         with self._lock:
             if self.connection.end is None or self._ended:
                 return
-            if self._is_receiving or self._is_under_way():
+            if self._under_way:
                 return  # who handles the last of it comes here
             self._ended = True
         self._owner.link_ended(self, self.connection.end)

@@ -43,6 +43,9 @@ class WorkerPool:
         name: Prefix of the threads' names.
         keep_idle: How many idle threads stay; more of them end after some seconds.
         on_work: Called when work was submitted; `check_stall` must be called soon.
+
+    Attributes:
+        num_idle: How many of its threads wait.
     """
 
     def __init__(self, name: str, keep_idle: int, on_work: Callable[[], None]) -> None:
@@ -64,11 +67,11 @@ class WorkerPool:
         self._reserved: set[int] = set()
         self._callbacks: dict[int, Callable[[bool, bool], None]] = {}
         self._queue: deque[Callable[[], None]] = deque()
-        # Guards `_threads`, `_idle`, `_count` and `_closed`; touched by all threads of
+        # Guards `_threads`, `num_idle`, `_count` and `_closed`; touched by all threads of
         # the pool and by those that submit.
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
-        self._idle = 0
+        self.num_idle = 0
         self._count = 0
         self._closed = False
         self._local = _Local()
@@ -199,16 +202,16 @@ class WorkerPool:
 
     def ensure_follower(self) -> None:
         """Makes sure that another thread waits; to be called before foreign code."""
-        if self._idle == 0:
+        if self.num_idle == 0:
             with self._lock:
-                if self._idle == 0 and not self._closed:
+                if self.num_idle == 0 and not self._closed:
                     self._spawn()
 
     def _call_for_help(self) -> None:
         with self._lock:
             if self._closed:
                 return  # nobody is left, or all are awake
-            if self._idle == 0:
+            if self.num_idle == 0:
                 self._spawn()
             else:
                 self.poller.wake()
@@ -216,7 +219,7 @@ class WorkerPool:
     def _spawn(self) -> RuntimeError | None:
         """Starts a thread; returns why not. The caller holds the lock."""
         # Counted as idle at once, so that two callers do not both spawn.
-        self._idle += 1
+        self.num_idle += 1
         self._count += 1
         thread = threading.Thread(
             target=self._run, name=f"gradwire-{self._name}-{self._count}", daemon=True
@@ -225,7 +228,7 @@ class WorkerPool:
         try:
             thread.start()
         except RuntimeError as error:  # a limit of the system, perhaps for now only
-            self._idle -= 1
+            self.num_idle -= 1
             self._threads.discard(thread)
             _log.warning("%s: no thread can be started: %s", self._name, error)
             return error
@@ -248,14 +251,14 @@ class WorkerPool:
                     if event is None and self._queue and not self._lead.is_mine:
                         self.poller.wake()  # it was meant for who leads now
                 with self._lock:
-                    self._idle -= 1
+                    self.num_idle -= 1
                 try:
                     if event is not None:
                         self.handle(event)
                     worked = self._drain()
                 finally:
                     with self._lock:
-                        self._idle += 1
+                        self.num_idle += 1
                 if event is None and not worked and self._leaves():
                     is_counted = False
                     return
@@ -263,7 +266,7 @@ class WorkerPool:
         finally:
             if is_counted:
                 with self._lock:
-                    self._idle -= 1
+                    self.num_idle -= 1
             self.resign()  # while the thread is in the set, the pollers are open
             with self._lock:
                 self._threads.discard(threading.current_thread())
@@ -275,9 +278,9 @@ class WorkerPool:
     def _leaves(self) -> bool:
         """Whether the current thread is one too many; then it counts no more."""
         with self._lock:
-            if self._idle <= self._keep_idle and not self._closed:
+            if self.num_idle <= self._keep_idle and not self._closed:
                 return False
-            self._idle -= 1
+            self.num_idle -= 1
             return True
 
     def handle(self, event: Event) -> None:
@@ -332,11 +335,6 @@ class WorkerPool:
     def num_threads(self) -> int:
         """How many threads the pool has."""
         return len(self._threads)
-
-    @property
-    def num_idle(self) -> int:
-        """How many of them wait."""
-        return self._idle
 
     def close(self, timeout_s: float) -> list[str]:
         """Ends all threads.

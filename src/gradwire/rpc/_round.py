@@ -11,7 +11,6 @@ take any of the others away.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -74,17 +73,18 @@ class _Round:
         # Waits for all connections and the poller; made anew when there are others.
         self._are_ready: Callable[[float], Ready] | None = None
 
-    def serve_all(self, found: Ready) -> Event | None:
+    def serve_all(self, found: Ready | None) -> Event | None:
         """Serves what is ready, and goes on; see `take_turns`."""
         pool = self._pool
         try:
-            ready = self._take_ready(found)
-            while ready:
+            while found and (ready := self._take_ready(found)):
                 for turn in ready:
                     self._serve(turn)
-                if not self.turns or self._has_woken or pool.has_work:
+                if not self.turns or self._has_woken or pool.has_work or not pool.leads:
                     break
-                ready = self._look(ready[-1])
+                # The connection that was served last knows how long to look.
+                are_ready = self._are_ready or self._watch_all()
+                found = ready[-1].link.gauge.spin(are_ready)
         finally:
             for turn in self.turns:
                 turn.siblings = ()
@@ -97,16 +97,13 @@ class _Round:
         if turn not in turns:
             return  # it has ended while another one was served
         set_turn(turn)
-        now = time.monotonic()
-        for sibling in turns:  # the others are not read meanwhile
-            if sibling is not turn:
-                sibling.serving_since = now
         if not link.serve_in_turn(turn):
             self._drop(turn)
         elif link.has_woken:
             self._has_woken = True
-        for sibling in turns[:]:
-            if sibling is not turn and not sibling.link.reads_again(sibling):
+        for sibling in turns[:]:  # all are read again, as in `Link.reads_again`
+            sibling.serving_since = 0.0
+            if sibling.is_over:
                 self._drop(sibling)
 
     def _drop(self, turn: Turn) -> None:
@@ -117,21 +114,13 @@ class _Round:
             self.turns[0].siblings = ()
         turn.link.end_turn(turn)
 
-    def _look(self, latest: Turn) -> list[Turn]:
-        """The turns with something to read; empty if it is time to sleep.
-
-        Args:
-            latest: The one that was served last: its connection knows how long to look.
-        """
-        pool = self._pool
-        if not pool.leads:
-            return []
-        if self._are_ready is None:
-            filenos = [turn.link.fileno for turn in self.turns]
-            if pool.poller_fileno is not None:
-                filenos.append(pool.poller_fileno)
-            self._are_ready = readiness(*filenos)
-        return self._take_ready(latest.link.gauge.spin(self._are_ready) or [])
+    def _watch_all(self) -> Callable[[float], Ready]:
+        """Makes what waits for all connections and the poller."""
+        filenos = [turn.link.fileno for turn in self.turns]
+        if self._pool.poller_fileno is not None:
+            filenos.append(self._pool.poller_fileno)
+        self._are_ready = readiness(*filenos)
+        return self._are_ready
 
     def _take_ready(self, found: Ready) -> list[Turn]:
         """The turns of what was found, and perhaps one more."""

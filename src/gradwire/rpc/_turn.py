@@ -163,8 +163,7 @@ def about_to_block() -> None:
     """To be called before any other wait that may last."""
     turn = this_thread.turn
     if turn is not None:
-        if not turn.is_over:
-            turn.link.end_turn(turn)
+        turn.link.end_turn(turn)
         for sibling in turn.siblings:
             sibling.link.end_turn(sibling)
     resign = this_thread.resign

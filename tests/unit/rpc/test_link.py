@@ -330,7 +330,7 @@ def test_thread_that_waits_leaves_work_that_it_has_read_to_the_pool():
     link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
     turn = Turn(link, is_callers=True)
     turn.rest.append(Frame(b"answer", []))
-    link._num_read = 1
+    link._under_way += [None]
     try:
         link._handle_rest(turn)
 
@@ -359,7 +359,7 @@ def test_goodbye_is_not_taken_for_the_end_before_what_came_earlier():
     pool = WorkerPool("test", 1, lambda: None)
     owner = Watcher()
     link = Link(StreamConnection("test", receiver, Limits()), pool, owner)
-    link._num_read = 2  # both were read, and by different threads
+    link._under_way += [None] * 2  # both were read, and by different threads
     try:
         link._handle([Frame(b"goodbye", [])], None)
         assert owner.seen == ["goodbye"]
@@ -426,7 +426,7 @@ def test_thread_that_waits_takes_what_it_has_read_one_by_one():
     link = Link(StreamConnection("test", receiver, Limits()), pool, Watcher())
     turn = Turn(link, is_callers=True)
     turn.rest += [Frame(b"second", []), Frame(b"first", [])]
-    link._num_read = 2
+    link._under_way += [None] * 2
     left: list[int] = []  # for others, should this one take long
     try:
         link._handle_rest(turn)
@@ -731,3 +731,57 @@ def test_what_is_put_off_too_late_is_done_all_the_same(putting_off):
     seen = putting_off.seen_by_who_blocks.get(timeout=LIMIT_S)
 
     assert seen == {"put off", "and another", "late"}
+
+
+class Watched(Turn):
+    """Notes who looks at its clock, and who sets it."""
+
+    __slots__ = ("on_get", "on_set")
+
+    def __init__(self, link: Link) -> None:
+        self.on_get: Any = lambda: 0.0
+        self.on_set: Any = lambda: None
+        super().__init__(link)
+
+    @property
+    def serving_since(self) -> float:  # type: ignore[override]
+        return self.on_get()
+
+    @serving_since.setter
+    def serving_since(self, since: float) -> None:
+        self.on_set()
+
+
+@pytest.fixture
+def idle_link():
+    sender, receiver = socket.socketpair()
+    pool = WorkerPool("test", 1, lambda: None)
+    link = Link(StreamConnection("test", receiver, Limits()), pool, Owner())
+    yield link
+    link.close()
+    sender.close()
+    pool.close(LIMIT_S)
+
+
+def test_turn_that_goes_on_while_a_look_ends_it_is_left_alone(idle_link):
+    turn = Watched(idle_link)
+    idle_link._reader = idle_link._turn = turn
+    times = [0.0, 1.0]  # its thread reads again between the two
+    turn.on_get = times.pop
+
+    assert not idle_link.end_turn(turn, if_since=1.0)
+
+    assert not turn.is_over
+    assert idle_link._reader is idle_link._turn is turn
+
+
+def test_turn_that_is_ended_before_its_thread_has_said_that_it_goes_on_is_over(
+    idle_link,
+):
+    turn = Watched(idle_link)
+    idle_link._reader = idle_link._turn = turn
+    turn.on_get = lambda: 1.0
+    turn.on_set = lambda: idle_link.end_turn(turn, if_since=1.0)
+
+    assert not idle_link.reads_again(turn)
+    assert turn.is_over

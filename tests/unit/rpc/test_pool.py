@@ -143,7 +143,7 @@ def test_pool_shrinks_when_its_threads_are_idle(make_pool, monkeypatch):
 
 def test_of_two_idle_threads_one_stays_when_both_want_to_leave():
     pool = WorkerPool("test", 1, lambda: None)
-    pool._idle = 2  # none runs: who asks first is certain
+    pool.num_idle = 2  # none runs: who asks first is certain
 
     assert pool._leaves()
     assert not pool._leaves()

@@ -270,3 +270,24 @@ def test_requests_that_come_at_the_same_time_are_all_served(bench):
 
     found = {int(bench.served.get(timeout=LIMIT_S)[0]) for _ in range(40)}
     assert found == set(range(40))
+
+
+def test_all_connections_are_watched_while_one_is_served(bench):
+    """Else a look could not take them away."""
+    bench.ask(0), bench.ask(1)
+    since: list[float] = []
+
+    def note() -> None:
+        since.extend(link._turn.serving_since for link in bench.links)
+
+    bench.handlers = {b"note": note}
+    before = time.monotonic()
+    bench.ask(0, b"note")
+    bench.ask(1, b"note")
+
+    assert len(since) == 4
+    assert all(before <= when <= time.monotonic() for when in since)
+    while any(link._turn.serving_since for link in bench.links):
+        assert time.monotonic() - before < LIMIT_S, (
+            "a turn that reads is taken for stuck"
+        )
