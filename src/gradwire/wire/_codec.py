@@ -191,12 +191,13 @@ def decode_control(head: bytes) -> tuple[Message, int]:
         RemoteProtocolError: If messages of this kind are unknown here.
         DecodeError: If the head is malformed.
     """
-    if len(head) < _FIXED_BYTES:
+    try:
+        kind, flags, reserved, control_bytes, payload_bytes = _unpack_fixed(head)
+    except struct.error:
         raise DecodeError(
             f"the head of a message must have at least {_FIXED_BYTES} bytes, found "
             f"{len(head)}"
-        )
-    kind, flags, reserved, control_bytes, payload_bytes = _unpack_fixed(head)
+        ) from None
     decode = DECODERS[kind]
     end = _FIXED_BYTES + control_bytes
     if flags or reserved or end + payload_bytes > len(head):
@@ -236,11 +237,16 @@ def decode_value(
     Raises:
         DecodeError: If the message is malformed, or the value cannot be rebuilt here.
     """
-    # Without a body there are no tensors, and many functions return None.
-    if getattr(message, "body", None) is None or thread_state_is_clean():
-        return _decode_value(message, head, buffers, unpack, serializer)
+    body: Body | None = getattr(message, "body", None)
+    if (
+        body is None
+        # There is nothing that torch or a serializer would make.
+        or (body.form <= FLAT_TUPLE and not (body.tensors or buffers))
+        or thread_state_is_clean()
+    ):
+        return _decode_value(message, body, head, buffers, unpack, serializer)
     with clean_thread_state():
-        return _decode_value(message, head, buffers, unpack, serializer)
+        return _decode_value(message, body, head, buffers, unpack, serializer)
 
 
 def _encode_with_value(
@@ -310,22 +316,13 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
     tensors: list[torch.Tensor] = []
     metas: list[TensorMeta] = []
     sizes: list[int] = []
-    starts: list[int] = []
+    number_at: dict[int, int] = {}  # by where their memory starts
     parts = [b"", b""]
     try:
         for position, item in enumerate(items):
             cls = type(item)
             if cls is _Tensor or cls is _Parameter:
                 plain[position] = None
-                number = len(tensors)
-                if number:
-                    for earlier in range(number):
-                        if tensors[earlier] is item:
-                            number = earlier
-                    if number < len(tensors):
-                        refs[position] = number
-                        continue
-                refs[position] = number
                 shape = item.shape
                 code = _REAL_CODE_OF_DTYPE.get(item.dtype)
                 nbytes = item.nbytes
@@ -337,7 +334,6 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
                     nbytes = item.itemsize  # one number, as in the gradient of a sum
                 if (
                     nbytes > INLINE_BYTES
-                    or number == _MOST_SMALL
                     or code is None
                     or not item.is_cpu
                     or item.layout is not _STRIDED
@@ -349,22 +345,29 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
                 start = item.data_ptr()
                 if not start:
                     return None
-                if number:
-                    for other, size in zip(starts, sizes, strict=True):
-                        if start < other + size and other < start + nbytes:
-                            return None  # they share memory, and have to share it there
+                refs[position] = number = number_at.setdefault(start, len(tensors))
+                if number < len(tensors):
+                    if tensors[number] is item:
+                        continue
+                    return None  # they share memory, and have to share it there
+                if number == _MOST_SMALL:
+                    return None
                 flags = REQUIRES_GRAD if item.requires_grad else 0
                 if cls is _Parameter:
                     flags |= PARAMETER
                 metas.append(TensorMeta(code, shape, strides, 0, number, flags))
                 parts.append(bytes_at(start, nbytes))
                 sizes.append(nbytes)
-                starts.append(start)
                 tensors.append(item)
             elif cls not in _PLAIN:
                 return None
     except RuntimeError:
         return None  # torch has tensors without memory; the long way explains
+    end = 0
+    for start in sorted(number_at):
+        if start < end:
+            return None  # likewise: they share memory
+        end = start + sizes[number_at[start]]
     body = Body(form, plain, refs, metas, sizes)
     if on_tensors is not None:
         # It is told once per message, so nothing may go wrong afterwards.
@@ -520,6 +523,7 @@ def _too_large(control: bytes, payload: bytes) -> EncodeError:
 
 def _decode_value(
     message: Message,
+    body: Body | None,
     head: bytes,
     buffers: list[torch.UntypedStorage],
     unpack: Callable[[Any], Any] | None,
@@ -528,7 +532,6 @@ def _decode_value(
     _, _, _, control_bytes, payload_bytes = _unpack_fixed(head)
     start = _FIXED_BYTES + control_bytes
     end = start + payload_bytes
-    body: Body | None = getattr(message, "body", None)
     if body is None:
         if end != len(head) or payload_bytes or buffers:
             raise DecodeError(
@@ -548,7 +551,8 @@ def _decode_value(
             tensor = rebuild_one(body, head, end)
             if tensor is not None:
                 return tensor, [tensor]
-        tensors = rebuild_tensors(body, head, end, buffers)
+        has_memory = body.tensors or body.storages or buffers or end != len(head)
+        tensors = rebuild_tensors(body, head, end, buffers) if has_memory else []
     except GradwireError:
         raise
     except Exception as error:
@@ -587,15 +591,15 @@ _ONE_TENSOR = [0]
 
 def _merge(body: Body, tensors: list[torch.Tensor]) -> list[Any]:
     """The elements of a value: plain ones, and tensors where they are referred to."""
-    if body.refs == _ONE_TENSOR and len(body.plain) == len(tensors) == 1:
-        return tensors.copy()  # as most values are
+    num_tensors = len(tensors)
+    if len(body.plain) == num_tensors and body.refs == [*range(num_tensors)]:
+        return tensors.copy()  # as many values are
     # A copy, so that a message that is kept does not keep the tensors alive.
     values = body.plain.copy()
     if len(values) != len(body.refs):
         raise DecodeError(
             f"found {len(values)} values but {len(body.refs)} references to tensors"
         )
-    num_tensors = len(tensors)
     is_plain = not num_tensors and body.refs.count(-1) == len(values)
     if is_plain and _PLAIN.issuperset(map(type, values)):
         return values  # without a look at each

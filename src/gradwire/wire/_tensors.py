@@ -17,13 +17,16 @@ its own idea of how it is pickled. Attributes that were set on a tensor do not t
 from __future__ import annotations
 
 import ctypes
-from typing import Final, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
 from gradwire.errors import EncodeError
 from gradwire.wire._dtypes import CODE_OF_DTYPE, DTYPES, SPARSE_LAYOUTS
 from gradwire.wire._messages import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["INLINE_BYTES", "Buffer", "TensorTable"]
 
@@ -54,15 +57,16 @@ COMPLEX_CODES = frozenset(
 _CODE_OF_LAYOUT = {layout: code for code, layout in SPARSE_LAYOUTS.items()}
 
 
-# The interpreter's own way to make bytes; ``ctypes.string_at`` goes through more layers.
-_make_bytes = ctypes.pythonapi["PyBytes_FromStringAndSize"]
-_make_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
-_make_bytes.restype = ctypes.py_object
+def _find_bytes_at() -> Callable[[int, int], bytes]:
+    # The interpreter's own way to make bytes; ``ctypes.string_at`` goes through more layers.
+    function = ctypes.pythonapi["PyBytes_FromStringAndSize"]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+    function.restype = ctypes.py_object
+    return function
 
 
-def bytes_at(address: int, nbytes: int) -> bytes:
-    """A copy of memory."""
-    return _make_bytes(address, nbytes)  # type: ignore[no-any-return]
+bytes_at = _find_bytes_at()
+"""A copy of memory: of how many bytes at an address."""
 
 
 class Buffer(NamedTuple):

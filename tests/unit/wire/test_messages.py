@@ -212,6 +212,9 @@ def test_bad_field_of_a_message_is_an_encode_error():
         encode(Goodbye("\ud800"))
 
 
+_ROW = torch.arange(8.0)
+_OTHERS = [torch.full((size,), 0.5) for size in range(2, 7)]
+
 SIMPLE_VALUES: dict[str, Any] = {
     "tensor": torch.arange(6.0).view(2, 3),
     "scalar": torch.tensor(3),
@@ -222,6 +225,12 @@ SIMPLE_VALUES: dict[str, Any] = {
     "repeated number": torch.tensor(0.5).expand(32, 256),
     "repeated, many times": torch.tensor(0.5).expand(1 << 20, 1 << 20),
     "repeated and not": (torch.ones(3), torch.tensor(2).expand(2, 2)),
+    "one twice": (_ROW, 7, _OTHERS[0], _ROW),
+    "four, and one twice": (*_OTHERS[:4], _OTHERS[1]),
+    "five": tuple(_OTHERS),
+    "sharing": (_OTHERS[0], _ROW[4:], _OTHERS[1], _ROW[:5]),
+    "sharing, from the same start": (_ROW, _ROW[:4]),
+    "next to each other": (_ROW[4:], _ROW[:4]),
 }
 
 
@@ -236,7 +245,16 @@ def test_short_and_long_way_make_the_same_bytes(name, monkeypatch):
     assert len(short.tensors) == len(long.tensors)
 
 
-@pytest.mark.parametrize("name", ["both", "repeated number"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "both",
+        "repeated number",
+        "one twice",
+        "four, and one twice",
+        "next to each other",
+    ],
+)
 def test_short_way_is_taken(name, monkeypatch):
     monkeypatch.setattr(_codec, "_encode_with_value", None)
 
@@ -273,3 +291,53 @@ def test_repeated_number_is_rebuilt_the_short_way(monkeypatch):
 
     assert value.stride() == (0, 0)
     assert torch.equal(value, SIMPLE_VALUES["repeated number"])
+
+
+@pytest.mark.parametrize("refs", [[0, 1, 2], [2, 1, 0], [0, 0, 1], [0, -1, 1], [1, 2]])
+def test_elements_are_where_they_are_referred_to(refs):
+    tensors = [torch.full((2,), float(number)) for number in range(3)]
+    message = Reply(7)
+    head = encode(message, tuple(tensors)).head
+    assert message.body is not None
+    message.body.plain, message.body.refs = ["in between"] * len(refs), refs
+
+    value, _ = decode_value(message, head, [])
+
+    expected = ["in between" if ref < 0 else tensors[ref] for ref in refs]
+    assert str(value) == str(tuple(expected))
+
+
+@pytest.mark.parametrize("refs", [[0], [0, 1, 2], [0, 2]])
+def test_elements_that_are_not_there_are_refused(refs):
+    message = Reply(7)
+    head = encode(message, (torch.ones(2), torch.zeros(3))).head
+    assert message.body is not None
+    message.body.refs = refs
+
+    with pytest.raises(DecodeError):
+        decode_value(message, head, [])
+
+
+def test_plain_values_are_decoded_in_whatever_state_the_thread_is(monkeypatch):
+    """There is nothing to make that it could have an effect on."""
+    value = (1, "text", None, 2.5)
+    head, with_tensor = encode(Reply(7), value).head, encode(Reply(7), torch.ones(2))
+    message, _ = decode_control(head)
+    monkeypatch.setattr(_codec, "clean_thread_state", None)
+    with torch.inference_mode():
+        assert decode_value(message, head, []) == (value, [])
+
+        message, _ = decode_control(with_tensor.head)
+        with pytest.raises(TypeError):  # that state has one
+            decode_value(message, with_tensor.head, [])
+
+
+@pytest.mark.parametrize("value", [(), (1, "text"), 3.5])
+def test_plain_values_have_no_memory(value):
+    head = encode(Reply(7), value).head
+    message, _ = decode_control(head + b"x")
+
+    with pytest.raises(DecodeError, match="inline"):
+        decode_value(message, head + b"x", [])
+    with pytest.raises(DecodeError, match="1 buffers"):
+        decode_value(message, head, [torch.UntypedStorage(4)])
