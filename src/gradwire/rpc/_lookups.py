@@ -8,7 +8,8 @@ Whatever is not that simple is left to `gradwire.rpc._serving`, which comes to t
 
 from __future__ import annotations
 
-import threading
+import operator
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,6 @@ class Lookups:
 
     Attributes:
         by_target: What is looked up, by the names of the functions.
-        num_served: How many calls were answered.
     """
 
     def __init__(self, interceptors: tuple[Interceptor, ...], max_calls: float) -> None:
@@ -54,8 +54,13 @@ class Lookups:
             for interceptor in interceptors
             for target, look_up in interceptor.lookups.items()
         }
-        self._lock = threading.Lock()  # guards the next; every thread that serves
-        self.num_served = 0
+        # Each call that is answered takes one number: any thread may, without a lock.
+        self._numbers = iter(range(sys.maxsize))
+
+    @property
+    def num_served(self) -> int:
+        """How many calls were answered."""
+        return sys.maxsize - operator.length_hint(self._numbers)
 
     def serve(  # noqa: PLR0912 - written out: each step costs each call
         self, look_up: LookUp, link: Link, peer: Peer, call: Call, frame: Frame
@@ -76,8 +81,13 @@ class Lookups:
             return False
         if peer.held.calls + link.connection.num_queued >= self._max_calls:
             return False
-        if call.deadline and time.monotonic() >= call.deadline - link.clock_offset:
-            return False
+        turn = current_turn()
+        if turn is not None and turn.link is not link:
+            turn = None
+        if call.deadline:
+            now = turn.serving_since if turn is not None else time.monotonic()
+            if now >= call.deadline - link.clock_offset:
+                return False
         tensor = look_up(body.plain)
         if tensor is None or not thread_state_is_clean():
             return False
@@ -103,17 +113,14 @@ class Lookups:
                 headers[interceptor.name] = addition.header
         head = encode_small(Reply(call.id, headers), meta, tensor)
         try:
-            turn = current_turn()
             # As in `_serving`: answers to what was read together leave together.
-            hold = turn is not None and turn.link is link and bool(turn.rest)
-            link.send(head, hold=hold)
+            link.send(head, hold=turn is not None and bool(turn.rest))
         except TransportError:
             _log.debug("the caller is gone; the answer to call %d is dropped", call.id)
         except GradwireError:  # over a limit, of which the long way tells
             self._take_back(headers)
             return False
-        with self._lock:
-            self.num_served += 1
+        next(self._numbers)
         return True
 
     def _take_back(self, headers: dict[str, bytes] | None) -> None:

@@ -71,6 +71,7 @@ FETCH = "gradwire.rpc._rref:fetch"
 """Name of the function that fetches the value of a reference."""
 
 _MOST_BURIED = 1024
+_TENSOR_TYPES = (Tensor, Parameter)
 
 
 class RefService(Interceptor):
@@ -165,14 +166,13 @@ class RefService(Interceptor):
         """The tensor that is the value of a reference, if it is there, and is one."""
         try:
             # A plain tuple is as good a key, and costs less.
-            owned = self._owned.get(tuple(rref))  # type: ignore[call-overload]
-        except TypeError:  # it is no id at all
+            outcome = self._owned[tuple(rref)].outcome  # type: ignore[index]
+        except (KeyError, TypeError):  # it is not here, or no id at all
             return None
-        if owned is None or not owned.outcome.done:
+        if not outcome.done:
             return None
-        value = owned.outcome.value
-        is_one = type(value) is Tensor or type(value) is Parameter
-        return value if is_one else None
+        value = outcome.value
+        return value if type(value) in _TENSOR_TYPES else None
 
     def _find_or_await(self, rref: RefId) -> Owned | None:
         """None if nobody will make it. The caller holds the lock.

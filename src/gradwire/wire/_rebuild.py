@@ -45,6 +45,7 @@ _BLOCK_LAYOUTS = (4, 5)
 _INDICES_COO = (torch.int64,)
 _INDICES_COMPRESSED = (torch.int32, torch.int64)
 
+_prod = math.prod
 _empty = torch.empty
 _empty_strided = torch.empty_strided
 
@@ -112,7 +113,7 @@ def rebuild_one(body: Body, head: bytes, start: int) -> torch.Tensor | None:
     ):
         return None
     dtype, nbytes = DTYPES.get(meta.dtype, _NO_DTYPE)
-    nbytes *= math.prod(shape)
+    nbytes *= _prod(shape)
     if (
         not 0 < nbytes <= INLINE_BYTES
         or body.storages != [nbytes]
@@ -132,7 +133,7 @@ def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | 
     something is wrong: the long way explains.
     """
     metas, storages = body.tensors, body.storages
-    if len(metas) != len(storages):
+    if len(metas) != len(storages) or start + sum(storages) != len(head):
         return None
     tensors = []
     position = start
@@ -142,19 +143,18 @@ def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | 
         if strides is None:
             if len(shape) > _MOST_SIZES:
                 return None
-            expected *= math.prod(shape)
+            expected *= _prod(shape)
         elif any(strides) or not _may_repeat(shape, strides):
             return None
-        end = position + expected
         if (
             not 0 < expected <= INLINE_BYTES
             or meta.storage != index
             or storages[index] != expected
             or meta.offset
             or meta.layout
-            or end > len(head)
         ):
             return None
+        end = position + expected
         if strides is None:
             tensor = _empty(shape, dtype=dtype)
         else:
@@ -164,7 +164,7 @@ def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | 
             tensor = _apply_flags(tensor, meta)
         tensors.append(tensor)
         position = end
-    return tensors if position == len(head) else None
+    return tensors
 
 
 def _may_repeat(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
