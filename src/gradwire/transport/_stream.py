@@ -148,8 +148,10 @@ class StreamConnection(Connection):
             return self._send_with_buffers(head, buffers)
         self._frames_sent += 1
         data = _pack_header(size, 0, _DATA, _MARK) + head
+        size += _HEADER_BYTES
         if self._borrowed.ended:
             data = self._returns() + data
+            size = len(data)
         queue, lock = self._queue, self._write_lock
         if hold:
             queue.append(data)
@@ -165,7 +167,6 @@ class StreamConnection(Connection):
             if queue:  # another thread was faster
                 queue.append(data)
             else:
-                size = len(data)
                 try:
                     (written,) = map(self._sock.send, (data,))  # Note [counted calls]
                 except OSError:  # also if it was closed meanwhile
