@@ -19,8 +19,9 @@ import autograd_handlers as handlers
 import probes
 from autograd_functions import call, parameter
 from gradwire import autograd
-from gradwire.autograd import _context
+from gradwire.autograd import _context, _exchange, _leaves
 from gradwire.autograd._api import current_exchange
+from gradwire.autograd._engine import Destination
 from gradwire.autograd._messages import (
     Gradient,
     GradientAndStart,
@@ -28,6 +29,7 @@ from gradwire.autograd._messages import (
     PassStart,
 )
 from gradwire.rpc._api import current_agent
+from gradwire.wire import encode
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
@@ -64,6 +66,14 @@ def set_requires_grad(name: str, requires: bool) -> None:
     parameter(name).requires_grad_(requires)
 
 
+def freeze(name: str) -> None:
+    parameter(name).requires_grad_(False)
+
+
+def reshape(name: str) -> None:
+    parameter(name).data = torch.zeros(2, 2, dtype=torch.double)
+
+
 def relay_leaf(to: str, name: str) -> Tensor:
     """A leaf, from a worker that has recorded something itself meanwhile."""
     return fetch(to, name) * 0 + parameter("weight")
@@ -77,13 +87,19 @@ _noted: Counter[str] = Counter()
 
 def begin_to_note() -> None:
     """Counts the nodes that this worker makes of sends, and what comes about passes."""
-    make = _context.apply_send
+    make, take_at_once = _context.apply_send, _exchange.take_at_once
+
+    def noting_passes(*args: Any) -> bool:
+        is_over = take_at_once(*args)
+        _noted["at once" if is_over else "in steps"] += 1
+        return is_over
 
     def noting(*args: Any) -> Any:
         _noted["nodes"] += 1
         return make(*args)
 
     _patch.setattr(_context, "apply_send", noting)
+    _patch.setattr(_exchange, "take_at_once", noting_passes)
     agent = current_agent()
     tables: tuple[dict[Any, Any], ...] = agent._requests, agent._handlers
     for table in tables:
@@ -295,7 +311,7 @@ def test_no_node_is_made_and_one_message_comes():
         with autograd.context() as ctx:
             ctx.backward(several_of_two_workers())
 
-    assert noting(step) == {"Gradients": 1}
+    assert noting(step) == {"Gradients": 1, "at once": 1}
 
 
 @on_worker(0)
@@ -329,6 +345,198 @@ def test_who_computes_with_gradients_gets_them_at_once():
 
     assert found["PassStart"] == 1
     assert found["nodes"] == 2
+
+
+# ----------------------------------------------------------- passes that are over at once
+
+
+def begin_to_take_steps() -> None:
+    """From now on no pass is over at once on this worker."""
+    _patch.setattr(_exchange, "take_at_once", lambda *_: False)
+
+
+def state_of(ctx: int) -> dict[str, Any]:
+    """What this worker knows of a context, but for what only people look at."""
+    side = current_exchange().registry.get(ctx)
+    names = set(side.state.__slots__) - {"_describe", "last"}
+    return {
+        **{name: getattr(side.state, name) for name in names},
+        "sends": side.num_sends,
+        "rest": (len(side._tail), len(side._of_leaves), len(side._unrecorded)),
+        "run": side.run,
+    }
+
+
+def run_twice(program: Callable[[], Tensor]) -> tuple[Any, Any]:
+    """The gradients of two passes of one context, and what is left of it on a worker."""
+    with autograd.context() as ctx:
+        for _ in range(2):
+            ctx.backward(program())
+        return fn.fetch_dictionary(ctx), fn.outside(call, "w1", state_of, int(ctx))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [several_of_two_workers, two_in_one_message, unused, one_gradient_for_two],
+)
+@on_worker(0)
+def test_pass_at_once_comes_to_the_same_as_in_steps(program):
+    gradients, state = run_twice(program)
+    call("w1", begin_to_take_steps)
+    try:
+        expected, expected_state = run_twice(program)
+    finally:
+        call("w1", noted)
+
+    fn.assert_same(gradients, expected)
+    assert state == expected_state
+
+
+def three_messages() -> Tensor:
+    w, b = call("w1", get_two)
+    return (fetch("w1", "weight") @ w + b * fetch("w1", "bias")).sum()
+
+
+def two_and_one() -> Tensor:
+    w, b = call("w1", get_two)
+    return (fetch("w1", "third") @ w + b).sum()
+
+
+def half_of_two_and_one() -> Tensor:
+    w, _ = call("w1", get_two)
+    return (fetch("w1", "third") @ w).sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "how"),
+    [
+        (several_of_two_workers, "at once"),
+        (unused, "at once"),
+        (two_and_one, "at once"),
+        (three_messages, "in steps"),  # leaves are there twice
+        (half_of_two_and_one, "in steps"),
+    ],
+)
+@on_worker(0)
+def test_later_passes_of_a_context_are_over_at_once_as_well(program, how):
+    found: dict[str, Any] = {}
+
+    def steps() -> None:
+        with autograd.context() as ctx:
+            for _ in range(3):
+                ctx.backward(program())
+            found.update(fn.fetch_dictionary(ctx))
+
+    assert noting(steps)[how] == 3
+
+    def thrice() -> None:
+        for _ in range(3):
+            program().backward()
+
+    fn.assert_same(found, fn.in_one_process(thrice).gradients, exact=False)
+
+
+def fetch_here(to: str, name: str) -> None:
+    fetch(to, name)
+
+
+@on_worker(0)
+def test_pass_is_not_over_at_once_where_others_have_to_be_told():
+    def step() -> None:
+        with autograd.context() as ctx:
+            call("w2", fetch_here, "w1", "bias")
+            ctx.backward(several_of_two_workers())
+
+    assert "at once" not in noting(step)
+
+
+@on_worker(0)
+def test_pass_that_goes_to_grad_is_not_over_at_once():
+    def step() -> None:
+        with autograd.context(accumulate="grad") as ctx:
+            ctx.backward(several_of_two_workers())
+
+    found = noting(step)
+
+    assert (found["in steps"], found["nodes"]) == (1, 2)
+
+
+@pytest.mark.parametrize("step", [hook_doubles, freeze])
+@on_worker(0)
+def test_pass_is_not_over_at_once_if_the_engine_has_to_see_a_leaf(step):
+    def program() -> None:
+        with autograd.context() as ctx:
+            loss = several_of_two_workers()
+            fn.outside(call, "w1", step, "bias")
+            ctx.backward(loss)
+
+    found = noting(program)
+
+    assert (found["in steps"], found["nodes"]) == (1, 2)
+
+
+@on_worker(0)
+def test_pass_fails_if_a_leaf_has_another_shape_meanwhile():
+    with autograd.context() as ctx:
+        loss = several_of_two_workers()
+        fn.outside(call, "w1", reshape, "bias")
+        with pytest.raises(RuntimeError, match="shape"):
+            ctx.backward(loss)
+        assert not any(v is not None for v in fn.fetch_dictionary(ctx)["w1"].values())
+
+
+def break_sums() -> None:
+    """From now on nothing can be added up on this worker."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("no sum")
+
+    _patch.setattr(_leaves, "accumulate", broken)
+    _patch.setattr(_exchange, "accumulate", broken)
+
+
+@on_worker(0)
+def test_pass_fails_if_gradients_cannot_be_added_up():
+    with autograd.context() as ctx:
+        loss = several_of_two_workers()
+        fn.outside(call, "w1", break_sums)
+        try:
+            with pytest.raises(ZeroDivisionError, match="no sum"):
+                ctx.backward(loss)
+        finally:
+            fn.outside(call, "w1", noted)
+        assert not any(v is not None for v in fn.fetch_dictionary(ctx)["w1"].values())
+        ctx.backward(one())
+        found = fn.fetch_dictionary(ctx)["w1"]  # others have added up what came first
+
+    expected = fn.in_one_process(lambda: one().backward()).gradients["w1"]
+    fn.assert_same({"w1": found}, {"w1": expected})
+
+
+@pytest.mark.parametrize(
+    ("answers", "values"),
+    [
+        pytest.param([(0, (True,)), (1, (True,))], (1, 2), id="no tensors"),
+        pytest.param([(0, (True,)), (2, (True,))], torch.ones(2, 3, 3), id="another"),
+        pytest.param([(1, (True,))], torch.ones(1, 3, 3), id="too few"),
+        pytest.param([], (), id="none"),
+        pytest.param(
+            [(0, (True, True)), (1, ())], torch.ones(2, 3, 3), id="two for one"
+        ),
+    ],
+)
+@on_worker(0)
+def test_begin_of_a_pass_with_wrong_answers_leaves_no_gradients(answers, values):
+    with autograd.context() as ctx:
+        fetched = fetch("w1", "weight"), fetch("w1", "bias")
+        exchange = current_exchange()
+        side = exchange.registry.get(int(ctx))
+        start = (Destination.INTO_DICTIONARY, False, False, None)
+        begin = Gradients(*side.name, exchange.me, 0, answers, True, start)
+        exchange.telling.send(1, encode(begin, tuple(values)))
+        found = fn.outside(call, "w1", fn.dictionary_here, int(ctx))
+        assert not any(v is not None for v in found.values())
+    del fetched
 
 
 def triple_gradient(name: str) -> None:

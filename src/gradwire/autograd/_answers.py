@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from gradwire.autograd._messages import Gradient, GradientAndStart, Gradients
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from gradwire.transport import Frame
     from gradwire.wire import Serializer
 
-__all__ = ["read_answer", "read_answers"]
+__all__ = ["read_answer", "read_gradients", "to_answers"]
 
 
 def read_answer(
@@ -35,10 +34,10 @@ def read_answer(
     return Answer(message.present, values, tracked, message.history, message.after)
 
 
-def read_answers(
+def read_gradients(
     message: Gradients, frame: Frame, serializer: Serializer
-) -> Iterator[tuple[int, Any]]:
-    """The answers to several messages of ours, each with the number of the message.
+) -> tuple[Any, ...]:
+    """The gradients of several answers, one after the other.
 
     Raises:
         RemoteProtocolError: They are malformed.
@@ -50,9 +49,21 @@ def read_answers(
         [sum(present) for _, present in message.answers]
     ):
         raise RemoteProtocolError("a message of several gradients is malformed")
+    return values
+
+
+def to_answers(message: Gradients, values: tuple[Any, ...]) -> list[tuple[int, Any]]:
+    """The answers to several messages of ours, each with the number of the message.
+
+    Args:
+        message: What brought them.
+        values: Their gradients, from `read_gradients`.
+    """
+    answers: list[tuple[int, Any]] = []
     first = 0
     for number, present in message.answers:
         gradients = values[first : first + sum(present)]
         first += len(gradients)
         answer = Answer(present, gradients, [], -1, None) if present else NONE
-        yield number, answer
+        answers.append((number, answer))
+    return answers

@@ -238,19 +238,18 @@ def accumulate(
 
     Args:
         gradients: The dictionary.
-        new: Leaves and their gradients.
+        new: Leaves, each of them once, and their gradients.
         create_graph: As in torch.
         are_apart: It is known that no two of them share memory.
     """
-    added = [(leaf, gradient) for leaf, gradient in new if gradient is not None]
     # To look costs as much as the rest.
-    memory = [0] * len(added)
-    is_any_shared = False
-    if len(added) > 1 and not are_apart:
-        memory = [_memory_of(gradient) for _, gradient in added]
-        is_any_shared = len(set(memory)) < len(memory)
-    for (leaf, gradient), place in zip(added, memory, strict=True):
-        before = gradients.get(leaf)
+    is_any_shared = not are_apart and len(new) > 1
+    shared = _shared_memory(new) if is_any_shared else frozenset()
+    is_first = not gradients
+    for leaf, gradient in new:
+        if gradient is None:
+            continue
+        before = None if is_first else gradients.get(leaf)
         if before is not None:
             # Dense + sparse is defined, sparse + dense is not.
             is_swapped = before.is_sparse and not gradient.is_sparse
@@ -260,8 +259,16 @@ def accumulate(
         elif create_graph:
             gradients[leaf] = gradient
         else:
-            is_shared = is_any_shared and memory.count(place) > 1
+            is_shared = bool(shared) and _memory_of(gradient) in shared
             gradients[leaf] = _own(gradient, leaf, is_shared)
+
+
+def _shared_memory(new: Sequence[tuple[Tensor, Tensor | None]]) -> frozenset[int]:
+    """Where gradients are that share memory with each other."""
+    memory = [_memory_of(gradient) for _, gradient in new if gradient is not None]
+    if len(set(memory)) == len(memory):
+        return frozenset()
+    return frozenset(place for place in memory if memory.count(place) > 1)
 
 
 def _memory_of(gradient: Tensor) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwire.autograd._answers import read_answer, read_answers
+from gradwire.autograd._answers import read_answer, read_gradients, to_answers
 from gradwire.autograd._autocast import apply_autocast
 from gradwire.autograd._context import (
     ContextName,
@@ -33,7 +33,12 @@ from gradwire.autograd._engine import (
     run_backward,
     run_up_to_recvs,
 )
-from gradwire.autograd._leaves import gradients_of_leaves, may_skip_engine
+from gradwire.autograd._leaves import (
+    are_one_by_one,
+    gradients_of_leaves,
+    may_skip_engine,
+    take_at_once,
+)
 from gradwire.autograd._messages import (
     Dead,
     Gradient,
@@ -313,7 +318,7 @@ class Exchange:
             run: Run | None = None
             part: Part | None = None
             if pass_ is not None:
-                of_leaves = side.peek_leaves() if may_skip_engine(kind) else None
+                of_leaves = side.peek_leaves() if may_skip_engine(*kind) else None
                 tail = side.peek_tail() if of_leaves is None else []
                 awaited = side.unanswered(tail, of_leaves or [])
                 run = self.begin(side, pass_)
@@ -356,8 +361,7 @@ class Exchange:
             with side.lock:
                 gradients = gradients_of_leaves(side.state, of_leaves)
             if gradients is not None:
-                # Gradients of several messages never arrive in the same memory.
-                are_apart = all([len(leaves) == 1 for _, leaves in of_leaves])
+                are_apart = are_one_by_one(of_leaves)
                 self._finish_join(side, run, gradients, are_apart=are_apart)
                 return
             tail = make_nodes(of_leaves)
@@ -504,7 +508,11 @@ class Exchange:
         side = self.registry.find(message)
         part: Part | None = None
         if side is not None:
-            part = self._on_answers(side, peer, message, frame)
+            values = read_gradients(message, frame, self.agent.serializer)
+            # What is large may take its time, so it is a part that is run.
+            if not frame.buffers and take_at_once(self, side, peer, message, values):
+                return None
+            part = self._on_answers(side, peer, message, values)
         frame.buffers.clear()
         if message.start is None:
             return part
@@ -515,9 +523,9 @@ class Exchange:
         return self.on_start(peer, start, frame) or part
 
     def _on_answers(
-        self, side: Side, peer: Peer, message: Gradients, frame: Frame
+        self, side: Side, peer: Peer, message: Gradients, values: tuple[Any, ...]
     ) -> Part | None:
-        answers = list(read_answers(message, frame, self.agent.serializer))
+        answers = to_answers(message, values)
         pass_id, is_last = PassId(message.starter, message.number), message.is_last
         instructions: list[Instruction] = []
         with side.lock:

@@ -178,7 +178,8 @@ class ContextState:
         current: The pass that is on here.
         latest: The last pass of each starter that has begun here (or was refused).
         begun: The last pass that has begun here, or of which a newcomer was told.
-        last: That pass as it was here, also when it is over.
+        last: The last pass that was not over at once, as it was here, also when it is
+            over: for those who look why something hangs.
         consumed_by: Number of the last pass that consumed the graph.
         broken: Why no pass can succeed any more: a worker was lost.
     """
@@ -325,6 +326,33 @@ class ContextState:
             dead = self._forget(pass_id, cause)
             return None, [TellAbort(sender, pass_id, cause), *dead]
         return self._begin(pass_id, kind, sender)
+
+    def begin_and_end(self, pass_id: PassId, sender: int) -> bool:
+        """A worker tells us of a pass, and brings the answers to all that we have sent.
+
+        As `on_answer` for each of them, `on_start` with a kind that does not retain the
+        graph, and `local_end`, if these come to nothing but that the sender is to be
+        told that we are done.
+
+        Returns:
+            False if there is more to it: nothing was done.
+        """
+        starter, number = pass_id
+        if (
+            self.current is not None
+            or self.broken is not None
+            or self.known != {sender}
+            or self._answers
+            or self._dead
+            or number <= self.latest.get(starter, -1)
+            or (self.begun is not None and number <= self.begun.number)
+        ):
+            return False
+        self.latest[starter] = self.consumed_by = number
+        self.begun = pass_id
+        self.first = self.events
+        self._sends = {}
+        return True
 
     def _begin(
         self, pass_id: PassId, kind: PassKind, parent: int | None

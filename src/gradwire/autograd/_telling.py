@@ -58,7 +58,9 @@ class Telling:
     def perform(
         self, side: Side, run: Run | None, instructions: Sequence[Instruction]
     ) -> None:
-        """Does what the protocol says."""
+        """Does what the protocol says, which mostly is nothing."""
+        if not instructions:
+            return
         start: Outgoing | None = None
         stale: dict[int, list[int]] = {}
         for instruction in instructions:
@@ -84,7 +86,7 @@ class Telling:
     def _tell(self, name: ContextName, instruction: Instruction) -> None:
         to = instruction.to
         if isinstance(instruction, TellDone):
-            self.send(to, encode(PassDone(*name, *instruction.pass_id)))
+            self.done(to, name, instruction.pass_id)
         elif isinstance(instruction, TellAbort):
             self.abort(name, instruction.pass_id, to, instruction.cause)
         elif isinstance(instruction, TellDead):
@@ -195,6 +197,10 @@ class Telling:
         if not values:
             return encode(out)
         return encode(out, values, None, None, self._agent.serializer)
+
+    def done(self, to: int, name: ContextName, pass_id: PassId) -> None:
+        """A pass is over here, and wherever we told of it."""
+        self.send(to, encode(PassDone(*name, *pass_id)))
 
     def dead(self, to: int, name: ContextName, number: int) -> None:
         """A message of a worker was dropped here."""

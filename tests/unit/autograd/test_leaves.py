@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire.autograd import _leaves
 from gradwire.autograd._engine import Destination
 from gradwire.autograd._leaves import gradients_of_leaves
 from gradwire.autograd._passes import NONE, ContextState, PassId, PassKind
@@ -80,6 +81,7 @@ def frozen() -> Tensor:
         pytest.param(make_leaf(), torch.zeros(3), id="shape"),
         pytest.param(make_leaf(), torch.zeros(2, dtype=torch.float64), id="dtype"),
         pytest.param(make_leaf(), torch.zeros(2).to_sparse(), id="sparse"),
+        pytest.param(make_leaf(), 1, id="no tensor"),
     ],
 )
 def test_engine_is_asked_where_it_is_not_simple(leaf, gradient):
@@ -94,6 +96,19 @@ def test_engine_is_asked_if_a_leaf_was_sent_twice():
     )
 
     assert found is None
+
+
+def test_engine_is_asked_if_others_average_a_leaf(monkeypatch):
+    """Also if it gets no gradient here."""
+    averaged, other = make_leaf(), make_leaf()
+    monkeypatch.setattr(
+        _leaves,
+        "wrappers_among",
+        lambda leaves: [leaf for leaf in leaves if leaf is averaged],
+    )
+
+    assert gradients_for(([averaged], NONE), ([other], answer(torch.zeros(2)))) is None
+    assert gradients_for(([other], answer(torch.zeros(2)))) is not None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from gradwire.autograd._passes import (
     NONE,
     WAIT,
+    ContextState,
     PassId,
     TellAbort,
     TellDead,
@@ -587,3 +588,92 @@ def test_other_messages_live_on():
     state.mark_dead(dead)
 
     assert state.take_answer(alive) is WAIT
+
+
+# ------------------------------------------------------------ passes that are over at once
+
+
+def test_pass_is_over_at_once_where_all_is_answered():
+    state = make_state(PARENT)
+    state.record_send(PARENT)
+
+    assert state.begin_and_end(FIRST, PARENT)
+
+    assert state.current is None
+    assert state.begun == FIRST
+    assert (state.first, state.consumed_by) == (1, FIRST.number)
+
+
+def test_pass_that_was_over_at_once_consumes_what_it_covered():
+    state = make_state(PARENT)
+    old = state.record_send(PARENT)
+    assert state.begin_and_end(FIRST, PARENT)
+    new = state.record_send(PARENT)
+
+    pass_ = join(state, SECOND)
+
+    assert not pass_.covers(old)
+    assert pass_.covers(new)
+    assert pass_.sends == {new: PARENT}
+
+
+def test_pass_that_was_over_at_once_is_over_for_who_tells_of_it_again():
+    state = make_state(PARENT)
+    state.record_send(PARENT)
+    assert state.begin_and_end(FIRST, PARENT)
+
+    assert not state.begin_and_end(FIRST, PARENT)
+    assert state.on_start(FIRST, OTHER, CONSUMING) == (None, [TellDone(OTHER, FIRST)])
+
+
+def with_another_worker(state: ContextState) -> None:
+    state.meet(OTHER)
+
+
+def with_a_pass_that_is_on(state: ContextState) -> None:
+    start(state)
+
+
+def with_a_later_pass(state: ContextState) -> None:
+    join(state, PassId(OTHER, 3), PARENT)
+    end(state)
+
+
+def with_a_pass_that_failed(state: ContextState) -> None:
+    state.fail(FIRST, CAUSE, PARENT)
+
+
+def with_a_worker_that_is_lost(state: ContextState) -> None:
+    state.meet(OTHER)
+    state.lose(OTHER, CAUSE)
+
+
+def with_an_answer_of_another_pass(state: ContextState) -> None:
+    answer(state, SECOND, 0)
+
+
+def with_a_dead_message(state: ContextState) -> None:
+    state.mark_dead(0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_another_worker,
+        with_a_pass_that_is_on,
+        with_a_later_pass,
+        with_a_pass_that_failed,
+        with_a_worker_that_is_lost,
+        with_an_answer_of_another_pass,
+        with_a_dead_message,
+    ],
+)
+def test_pass_is_not_over_at_once(change):
+    state = make_state(PARENT)
+    state.record_send(PARENT)
+    change(state)
+    first, begun = state.first, state.begun
+
+    assert not state.begin_and_end(FIRST, PARENT)
+
+    assert (state.first, state.begun) == (first, begun)
