@@ -27,12 +27,8 @@ from gradwire.autograd._context import (
     leaving,
     make_nodes,
 )
-from gradwire.autograd._engine import (
-    Destination,
-    accumulate,
-    run_backward,
-    run_up_to_recvs,
-)
+from gradwire.autograd._engine import Destination, accumulate, run_backward
+from gradwire.autograd._fetched import run_up_to_leaves
 from gradwire.autograd._leaves import (
     are_one_by_one,
     gradients_of_leaves,
@@ -146,7 +142,9 @@ class Exchange:
             run.thread = threading.get_ident()
         run.holds = not run.create_graph
         try:
-            gradients = self._run_up_to_recvs(run, roots, seeds)
+            gradients = None
+            if run.ends_with_leaves:
+                gradients = run_up_to_leaves(self, run, roots, seeds)
             if gradients is None:
                 gradients = run_backward(
                     roots,
@@ -172,32 +170,6 @@ class Exchange:
         finally:
             if run.task is not None:
                 self.tasks.pop(run.task, None)
-
-    def _run_up_to_recvs(
-        self, run: Run, roots: Sequence[Tensor], seeds: Sequence[Tensor]
-    ) -> list[tuple[Any, Tensor | None]] | None:
-        """Runs our part of a pass by which others get gradients of leaves, and no more.
-
-        None if it is not so simple: nothing was run.
-        """
-        if not run.ends_with_leaves:
-            return None
-        nodes: list[Any] = [recv.node() for recv in run.recvs]
-        # One that came late has nobody to ship to: its node says so if it is reached.
-        if any([n is None or n.message.is_hooked or n.message.is_stale for n in nodes]):
-            return None
-        found = run_up_to_recvs(roots, seeds, nodes)
-        if found is None:
-            return None
-        gradients, received = found
-        if run.failure is not None:
-            raise run.failure
-        if any([node.message.is_stale for node in received]):  # since the engine began
-            raise consumed(self, run.side.label)
-        answers = [(node.message, received.get(node, ())) for node in nodes]
-        for message, values in run.hold_all(answers):
-            self.ship(run.side, run, message, values, [])
-        return gradients
 
     def run_here(self, side: Side) -> Run | None:
         """The pass that the engine is executing a node of this context for.
@@ -267,6 +239,8 @@ class Exchange:
         *,
         are_apart: bool = False,
     ) -> None:
+        if not gradients:
+            return
         with side.lock:
             accumulate(
                 side.gradients,

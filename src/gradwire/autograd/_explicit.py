@@ -48,9 +48,9 @@ def backward(
         run = exchange.begin(side, pass_)
         run.limit, run.autocast = limit, autocast_state()
     try:
-        held = run.hold_starts()
-        told = [i for i in instructions if type(i) is not TellStart or i.to not in held]
-        exchange.telling.perform(side, run, told)
+        if run.hold_starts():
+            instructions = [i for i in instructions if type(i) is not TellStart]
+        exchange.telling.perform(side, run, instructions)
         gradients = exchange.run_part(run, roots, seeds, tail, inputs)
         del tail
         exchange.end_part(side, run)

@@ -41,14 +41,17 @@ class Held:
 
     Attributes:
         is_start: It does not know of the pass yet.
-        answers: Numbers of messages, and their gradients.
+        answers: Numbers of messages, and which gradients there are, as in `Gradients`.
+        gradients: These, one after the other.
+        nbytes: Their size.
     """
 
-    __slots__ = ("answers", "is_start", "nbytes")
+    __slots__ = ("answers", "gradients", "is_start", "nbytes")
 
     def __init__(self, *, is_start: bool = False) -> None:
         self.is_start = is_start
-        self.answers: list[tuple[int, Answer]] = []
+        self.answers: list[tuple[int, tuple[bool, ...]]] = []
+        self.gradients: list[Tensor] = []
         self.nbytes = 0
 
 
@@ -132,8 +135,9 @@ class Run:
                 return False
             if held is None:
                 held = self._held[peer] = Held()
+            held.answers.append((number, answer.present))
+            held.gradients += answer.gradients
             held.nbytes += nbytes
-            held.answers.append((number, answer))
             return True
 
     def hold_all(
@@ -146,6 +150,7 @@ class Run:
         at_once = []
         shipped = self.pass_.shipped
         with self.side.lock:
+            all_held = self._held
             for message, gradients in answers:
                 nbytes, values = 0, []
                 for gradient in gradients:
@@ -157,18 +162,21 @@ class Run:
                     nbytes += gradient.nbytes
                     values.append(gradient)
                 peer, number = message.peer, message.number
-                held = self._held.get(peer) or Held()
-                if held.nbytes + nbytes > _MOST_HELD_BYTES:
+                held = all_held.get(peer)
+                if (held.nbytes if held else 0) + nbytes > _MOST_HELD_BYTES:
                     at_once.append((message, gradients))
                     continue
-                self._held[peer] = held
+                if held is None:
+                    held = all_held[peer] = Held()
                 present: tuple[bool, ...] = ()
                 if values:
-                    present = tuple([gradient is not None for gradient in gradients])
+                    present = (True,) * len(values)
+                    if len(values) < len(gradients):
+                        present = tuple([g is not None for g in gradients])
                     shipped.add((peer, number))
+                held.answers.append((number, present))
+                held.gradients += values
                 held.nbytes += nbytes
-                answer = Answer(present, tuple(values), [], -1, None)
-                held.answers.append((number, answer))
         return at_once
 
     def take_held(self) -> dict[int, Held]:
@@ -179,25 +187,27 @@ class Run:
             held, self._held = self._held, {}
             return held
 
-    def hold_starts(self) -> set[int]:
-        """The workers that may hear of the pass with the gradients for them.
+    def hold_starts(self) -> bool:
+        """Whether all workers may hear of the pass with the gradients for them.
 
         They have sent us leaves, and got nothing: they only wait for what we ship. (What
         they got is not known of a graph that is retained.) And there is nobody else: a
         worker that computes may fail, and the news of that must not be faster.
         """
-        may_wait = {recv.peer for recv in self.recvs if recv.may_wait}
-        if not may_wait or self.retain:
-            return set()
-        may_wait -= {recv.peer for recv in self.recvs if not recv.may_wait}
-        may_wait -= set(self.pass_.sends.values())
-        if may_wait != self.children.keys():
-            return set()
+        if self.retain:
+            return False
+        may_wait: set[int] = set()
+        others = {*self.pass_.sends.values()}
+        for recv in self.recvs:
+            (may_wait if recv.may_wait else others).add(recv.peer)
+        may_wait -= others
+        if not may_wait or may_wait != self.children.keys():
+            return False
         self._held = {peer: Held(is_start=True) for peer in may_wait}
         self.ends_with_leaves = (
             not self.pass_.sends and self.destination is Destination.INTO_DICTIONARY
         )
-        return may_wait
+        return True
 
     def forget(self) -> None:
         """The pass failed, and our part has ended too: the error is raised, or told.

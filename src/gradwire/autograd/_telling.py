@@ -32,13 +32,14 @@ from gradwire.autograd._passes import (
     TellStale,
     TellStart,
 )
+from gradwire.autograd._run import Answer
 from gradwire.errors import GradwireError
 from gradwire.wire import TRACKED, Outgoing, encode
 
 if TYPE_CHECKING:
     from gradwire.autograd._context import ContextName, Side
     from gradwire.autograd._exchange import Exchange
-    from gradwire.autograd._run import Answer, Held, Run
+    from gradwire.autograd._run import Held, Run
 
 __all__ = ["Telling"]
 
@@ -181,7 +182,8 @@ class Telling:
             return self.send(to, self._encode_start(run))
         if len(held.answers) > 1:
             return self.send(to, self._encode_held(run, held))
-        ((number, answer),) = held.answers
+        ((number, present),) = held.answers
+        answer = Answer(present, tuple(held.gradients), [], -1, None)
         return self.gradients(run, to, number, answer, is_start=held.is_start)
 
     def _encode_held(self, run: Run, held: Held) -> Outgoing:
@@ -189,13 +191,13 @@ class Telling:
         out = Gradients(
             *run.side.name,
             *run.pass_.id,
-            [(number, answer.present) for number, answer in held.answers],
+            held.answers,
             not run.retain,
             start if held.is_start else None,
         )
-        values = _apart([g for _, answer in held.answers for g in answer.gradients])
-        if not values:
+        if not held.gradients:
             return encode(out)
+        values = _apart(held.gradients)
         return encode(out, values, None, None, self._agent.serializer)
 
     def done(self, to: int, name: ContextName, pass_id: PassId) -> None:
