@@ -35,6 +35,7 @@ from on_worker import on_worker
 pytestmark = pytest.mark.multiproc
 
 LARGE = 130  # a square of doubles that is too large to be held
+ONES = torch.ones(2, fn.SIZE, fn.SIZE, dtype=torch.double)  # for two parameters
 
 
 @pytest.fixture(autouse=True)
@@ -517,12 +518,10 @@ def test_pass_fails_if_gradients_cannot_be_added_up():
     ("answers", "values"),
     [
         pytest.param([(0, (True,)), (1, (True,))], (1, 2), id="no tensors"),
-        pytest.param([(0, (True,)), (2, (True,))], torch.ones(2, 3, 3), id="another"),
-        pytest.param([(1, (True,))], torch.ones(1, 3, 3), id="too few"),
+        pytest.param([(0, (True,)), (2, (True,))], ONES, id="another"),
+        pytest.param([(1, (True,))], ONES[:1], id="too few"),
         pytest.param([], (), id="none"),
-        pytest.param(
-            [(0, (True, True)), (1, ())], torch.ones(2, 3, 3), id="two for one"
-        ),
+        pytest.param([(0, (True, True)), (1, ())], ONES, id="two for one"),
     ],
 )
 @on_worker(0)

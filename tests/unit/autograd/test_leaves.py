@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from gradwire.autograd import _leaves
+from gradwire.autograd._context import ContextName, Side
 from gradwire.autograd._engine import Destination
-from gradwire.autograd._leaves import gradients_of_leaves
+from gradwire.autograd._leaves import gradients_of_leaves, take_at_once
+from gradwire.autograd._messages import Gradients, key_of_call, key_of_context
 from gradwire.autograd._passes import NONE, ContextState, PassId, PassKind
 from gradwire.autograd._run import Answer
 
@@ -120,3 +122,70 @@ def test_engine_is_asked_if_a_gradient_is_missing(given):
 
 def test_engine_is_asked_if_an_answer_is_missing():
     assert gradients_for(([make_leaf()], None)) is None
+
+
+# ------------------------------------------------------------ passes that are over at once
+
+
+SENDER = 1
+EXPLICIT, CALL = key_of_context(SENDER, 0), key_of_call(SENDER, 0)
+NUMBERED = [(0, (True,)), (1, (True,))]
+ZEROS = (torch.zeros(2), torch.zeros(3))
+
+
+def take(
+    key: int = EXPLICIT,
+    answers: Any = NUMBERED,
+    start: Any = (Destination.INTO_DICTIONARY, False, False, None),
+    fate: Any = None,
+) -> tuple[bool, list[Any], Side]:
+    """Lets a pass come to a worker that has handed out two leaves.
+
+    Returns:
+        Whether it was over at once, who was told so, and the context.
+    """
+    told: list[Any] = []
+    exchange: Any = SimpleNamespace(
+        me=0,
+        describe=str,
+        telling=SimpleNamespace(done=lambda *args: told.append(args)),
+    )
+    side = Side(exchange, ContextName(key, 7), "a context")
+    for size in (2, 3):
+        side.hand_out(SENDER, make_leaf(size), None, -1)
+    peer: Any = SimpleNamespace(fate=fate, info=SimpleNamespace(id=SENDER))
+    message = Gradients(key, 7, *PASS, answers, True, start)
+    return take_at_once(exchange, side, peer, message, ZEROS), told, side
+
+
+def test_pass_is_over_at_once_where_all_leaves_are_answered():
+    is_over, told, side = take()
+
+    assert is_over
+    assert told == [(SENDER, side.name, PASS)]
+    assert [id(gradient) for gradient in side.gradients.values()] == [*map(id, ZEROS)]
+    assert (side.num_sends, side.peek_leaves()) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({"key": CALL}, id="a call"),
+        pytest.param({"fate": "lost"}, id="lost"),
+        pytest.param({"start": None}, id="no start"),
+        pytest.param({"start": (1, True, False, None)}, id="retained"),
+        pytest.param({"start": (1, False, True, None)}, id="differentiable"),
+        pytest.param({"start": (0, False, False, None)}, id="into grad"),
+        pytest.param({"answers": NUMBERED[:1]}, id="too few"),
+        pytest.param({"answers": NUMBERED[::-1]}, id="another order"),
+        pytest.param({"answers": [(0, (True,)), (2, (True,))]}, id="another"),
+    ],
+)
+def test_pass_is_left_to_the_long_way(given):
+    is_over, told, side = take(**given)
+
+    assert not is_over
+    assert told == []
+    assert side.gradients == {}
+    assert side.state.begun is None
+    assert side.num_sends == len(side.peek_leaves() or ()) == 2
