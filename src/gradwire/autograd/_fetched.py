@@ -17,7 +17,6 @@ from gradwire.autograd._plain import consumed
 
 if TYPE_CHECKING:
     from gradwire.autograd._exchange import Exchange
-    from gradwire.autograd._nodes import ReceivedMessage
     from gradwire.autograd._run import Run
 
 __all__ = ["run_up_to_leaves"]
@@ -35,7 +34,7 @@ def run_up_to_leaves(
     for recv in run.recvs:
         node = recv.node()
         # One that came late has nobody to ship to: its node says so if it is reached.
-        if node is None or node.message.is_hooked or node.message.is_stale:
+        if node is None or (message := node.message).is_hooked or message.is_stale:
             return None
         nodes.append(node)
     found = run_up_to_recvs(roots, seeds, nodes)
@@ -44,13 +43,9 @@ def run_up_to_leaves(
     gradients, received = found
     if run.failure is not None:
         raise run.failure
-    answers: list[tuple[ReceivedMessage, Sequence[Tensor | None]]] = []
-    for node in nodes:
-        message = node.message
-        values: Sequence[Tensor | None] = received.get(node, ())
-        if values and message.is_stale:  # since the engine began
+    for node in received:
+        if node.message.is_stale:  # since the engine began
             raise consumed(exchange, run.side.label)
-        answers.append((message, values))
-    for message, values in run.hold_all(answers):
+    for message, values in run.hold_all(nodes, received):
         exchange.ship(run.side, run, message, values, [])
     return gradients

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import torch
@@ -141,17 +141,23 @@ class Run:
             return True
 
     def hold_all(
-        self, answers: Sequence[tuple[ReceivedMessage, Sequence[Tensor | None]]]
+        self, nodes: Sequence[Any], received: Mapping[Any, Sequence[Tensor | None]]
     ) -> list[tuple[ReceivedMessage, Sequence[Tensor | None]]]:
-        """As `hold`, for messages and their gradients; returns those that should go at once.
+        """As `hold`, for all messages of a part that waits for nobody.
 
-        For a part that waits for nobody, and no graph is made of the gradients.
+        Args:
+            nodes: Of their recvs.
+            received: The gradients that have come to these, of which no graph is made.
+
+        Returns:
+            Messages and their gradients that should go at once.
         """
         at_once = []
         shipped = self.pass_.shipped
         with self.side.lock:
             all_held = self._held
-            for message, gradients in answers:
+            for node in nodes:
+                message, gradients = node.message, received.get(node, ())
                 nbytes, values = 0, []
                 for gradient in gradients:
                     if gradient is None:
