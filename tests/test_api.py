@@ -172,6 +172,7 @@ EXTENSION_NAMES = [
     "made_by",
     "method_request",
     "methods_for_agents",
+    "num_cores",
     "rebuild",
     "register_interceptor",
     "rendezvous_host",

@@ -124,7 +124,7 @@ def in_steps(state: ContextState, pass_id: PassId, sender: int) -> bool:
 
 
 def test_pass_at_once_leaves_what_it_leaves_in_steps():
-    seen: Counter[str] = Counter()
+    seen: Counter[tuple[str, bool, bool]] = Counter()
     for seed in range(NUM_STATES):
         past = Past(seed)
         pass_id, sender = PassId(past.peer(), past.number()), past.peer()

@@ -59,8 +59,9 @@ class LinkOwner(Protocol):
     def watch(self) -> Settled:
         """What looks at turns."""
 
-    request_kinds: Container[int]
-    """How frames begin that ask this worker to do something; others tell it something."""
+    @property
+    def request_kinds(self) -> Container[int]:
+        """How frames begin that ask this worker to do something; others tell it something."""
 
     def accept(self, link: Link, frame: Frame) -> Any:
         """Handles a frame, which may run callbacks; returns a request to serve, or None."""

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ LIMIT_S = 10.0
 class Owner:
     """Takes down what comes."""
 
-    request_kinds = range(256)
+    request_kinds: Container[int] = range(256)
     watch = SimpleNamespace(settled_until=0.0)
 
     def __init__(self) -> None:
@@ -112,7 +113,7 @@ def _call_rapidly(link: Link, peer: StreamConnection, owner: Any) -> None:
 class Answered(Owner):
     """What comes is an answer, until somebody sleeps."""
 
-    request_kinds = b"r"
+    request_kinds: Container[int] = b"r"
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +276,7 @@ def test_gauges_of_very_many_kinds_of_waits_are_bounded():
 
 def test_end_is_not_reported_before_an_answer_that_came_with_a_request():
     class Watcher(Owner):
-        request_kinds = b"r"
+        request_kinds: Container[int] = b"r"
 
         def __init__(self) -> None:
             super().__init__()
@@ -313,7 +314,7 @@ def test_end_is_not_reported_before_an_answer_that_came_with_a_request():
 class Worker(Owner):
     """Every frame sets off some work."""
 
-    request_kinds = ()
+    request_kinds: Container[int] = ()
 
     def accept(self, link: Link, frame: Frame) -> Any:
         return bytes(frame.head)
@@ -374,7 +375,7 @@ def test_goodbye_is_not_taken_for_the_end_before_what_came_earlier():
 
 def test_end_that_is_noticed_while_somebody_reads_waits_for_what_came_before_it():
     class Watcher(Owner):
-        request_kinds = ()
+        request_kinds: Container[int] = ()
 
         def __init__(self) -> None:
             super().__init__()
@@ -415,7 +416,7 @@ def test_end_that_is_noticed_while_somebody_reads_waits_for_what_came_before_it(
 
 def test_thread_that_waits_takes_what_it_has_read_one_by_one():
     class Watcher(Owner):
-        request_kinds = ()
+        request_kinds: Container[int] = ()
 
         def accept(self, link: Link, frame: Frame) -> Any:
             super().accept(link, frame)
@@ -442,7 +443,7 @@ def test_caller_whose_turn_was_ended_while_it_handled_an_answer_reads_no_more():
     class Slow(Owner):
         """Takes so long that a look ends the turn."""
 
-        request_kinds = ()
+        request_kinds: Container[int] = ()
 
         def accept(self, link: Link, frame: Frame) -> Any:
             assert link.end_turn(turn_of(link))
@@ -491,7 +492,7 @@ def test_caller_whose_turn_was_ended_in_a_wait_does_not_read(monkeypatch):
 class Answers(Owner):
     """What comes is an answer."""
 
-    request_kinds = ()
+    request_kinds: Container[int] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -519,7 +520,8 @@ def calling():
     pool.close(LIMIT_S)
 
 
-def _call(link: Link, peer: StreamConnection, owner: Answers, meanwhile: Any) -> None:
+def _call(calling: tuple[Link, StreamConnection, Answers], meanwhile: Any) -> None:
+    link, peer, owner = calling
     answer = Outcome()
 
     def on_answer() -> None:
@@ -540,15 +542,16 @@ def test_turn_of_the_next_caller_is_as_if_it_were_new(calling):
 
     def look() -> None:
         turn = link._turn
+        assert current_turn() is turn
+        assert turn is not None
         turns.append(turn)
-        assert turn is current_turn()
         assert turn.thread == threading.get_ident()
         assert turn.serving_since == link.last_received
         assert turn.is_callers
         assert not (turn.is_over or turn.rest or turn.put_off or turn.siblings)
 
-    _call(*calling, look)
-    other = threading.Thread(target=_call, args=(*calling, look))
+    _call(calling, look)
+    other = threading.Thread(target=_call, args=(calling, look))
     other.start()
     other.join(LIMIT_S)
 
@@ -569,7 +572,7 @@ def test_turn_that_others_have_ended_is_nobodys_again(calling):
         turns.append(link._turn)
         assert link.end_turn(turns[0])
 
-    _call(*calling, end)
+    _call(calling, end)
 
     assert link.take_callers_turn() is not turns[0]
     assert turns[0].is_over
@@ -589,7 +592,7 @@ def test_turn_with_siblings_is_nobodys_again(calling):
 def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(calling):
     link, _, owner = calling
 
-    _call(*calling, lambda: None)
+    _call(calling, lambda: None)
 
     assert not link._reading_wanted
     assert owner.begins == [link.last_received]
@@ -602,10 +605,10 @@ def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(callin
 
 
 def test_look_that_is_put_off_for_long_enough_is_not_put_off_again(calling):
-    link, _, owner = calling
+    owner = calling[2]
     owner.watch = SimpleNamespace(settled_until=time.monotonic() + LIMIT_S)
 
-    _call(*calling, lambda: None)
+    _call(calling, lambda: None)
 
     assert owner.begins == []
 
@@ -639,9 +642,12 @@ def test_look_that_sees_a_turn_which_ends_at_that_moment_comes_again(calling):
 def test_only_who_may_lead_waits_for_others_as_well(calling, monkeypatch):
     link = calling[0]
     looked: list[Any] = []
-    monkeypatch.setattr(
-        SpinGauge, "spin", lambda _, look: looked.append(look) or [(link.fileno, 0)]
-    )
+
+    def spin(_: SpinGauge, look: Any) -> Any:
+        looked.append(look)
+        return [(link.fileno, 0)]
+
+    monkeypatch.setattr(SpinGauge, "spin", spin)
     gauge = link.gauge_of("it")
 
     link._wait(0.0, gauge)
@@ -656,7 +662,7 @@ def test_only_who_may_lead_waits_for_others_as_well(calling, monkeypatch):
 class PuttingOff(Owner):
     """What comes first puts something off, and more comes meanwhile."""
 
-    request_kinds = ()
+    request_kinds: Container[int] = ()
 
     def __init__(self, peer: StreamConnection, meanwhile: Any) -> None:
         super().__init__()
@@ -671,6 +677,7 @@ class PuttingOff(Owner):
             while self._peer.num_queued:  # whoever has sent "first" sends this, too
                 time.sleep(0)
             turn = current_turn()
+            assert turn is not None
             for name in ("put off", "and another"):
                 link.put_off(turn, functools.partial(self.done.put, name))
         else:
@@ -705,6 +712,7 @@ def _wait_for_what_was_put_off(owner: PuttingOff) -> None:
 
 def _put_off_more_when_the_turn_is_over(owner: PuttingOff) -> None:
     turn = current_turn()
+    assert turn is not None
     about_to_block()
     turn.link.put_off(turn, functools.partial(owner.done.put, "late"))
     owner.seen_by_who_blocks.put({owner.done.get(timeout=LIMIT_S) for _ in range(3)})

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +42,7 @@ def _spins_for_long(monkeypatch):
 class Bench:
     """A pool, and connections to it; requests are run by what is set for them."""
 
-    request_kinds = range(256)
+    request_kinds: Container[int] = range(256)
     watch = SimpleNamespace(settled_until=0.0)
 
     def __init__(self, number: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,7 @@ LIMIT_S = 10.0
 class Owner:
     """Frames are answers, and begin with the number of their call."""
 
-    request_kinds = b"r"
+    request_kinds: Container[int] = b"r"
     watch = SimpleNamespace(settled_until=0.0)
 
     def __init__(self) -> None:
