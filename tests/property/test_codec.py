@@ -15,15 +15,18 @@ from gradwire.errors import DecodeError, ProtocolError
 from gradwire.wire import (
     PICKLE,
     Call,
+    Heartbeat,
     Reply,
     decode_control,
     decode_value,
     describe_small,
     encode,
     encode_small,
+    encode_tensors,
     plain_body,
 )
 from gradwire.wire._dtypes import CODE_OF_DTYPE
+from gradwire.wire._tensors import INLINE_BYTES
 from loopback import assert_same_tensor, decode, raw_bytes, receive, roundtrip
 
 pytestmark = pytest.mark.filterwarnings(
@@ -121,12 +124,12 @@ def test_nested_round_trip(value):
 @relaxed
 @given(tensors())
 def test_tensor_that_goes_alone_is_the_same_bytes_as_on_the_long_way(tensor):
-    meta = describe_small(tensor)
-    if meta is None:
+    small = describe_small(tensor)
+    if small is None:
         assume(False)
         return
 
-    head = encode_small(Reply(7, {"layer": b"header"}), meta, tensor)
+    head = encode_small(Reply(7, {"layer": b"header"}), small)
 
     expected = encode(Reply(7, {"layer": b"header"}), tensor)
     assert (head, expected.buffers) == (expected.head, [])
@@ -138,10 +141,72 @@ def test_flags_of_a_tensor_that_goes_alone_are_those_of_the_long_way(
     make, requires_grad
 ):
     tensor = make(torch.arange(6.0).reshape(2, 3)).requires_grad_(requires_grad)
-    meta = describe_small(tensor)
-    assert meta is not None
+    small = describe_small(tensor)
+    assert small is not None
 
-    assert encode_small(Reply(7), meta, tensor) == encode(Reply(7), tensor).head
+    assert encode_small(Reply(7), small) == encode(Reply(7), tensor).head
+
+
+def _assert_same_bytes_as_on_the_long_way(value: tuple[torch.Tensor, ...]) -> None:
+    outgoing = encode_tensors(Reply(7, {"layer": b"header"}), value)
+    if outgoing is None:
+        assume(False)
+        return
+    expected = encode(Reply(7, {"layer": b"header"}), value)
+    assert (outgoing.head, outgoing.buffers) == (expected.head, [])
+    assert list(map(id, outgoing.tensors)) == list(map(id, value))
+
+
+@relaxed
+@given(st.lists(tensors(), min_size=1, max_size=3).map(tuple))
+def test_tensors_that_go_alone_are_the_same_bytes_as_on_the_long_way(value):
+    _assert_same_bytes_as_on_the_long_way(value)
+
+
+_OF_ONE_STORAGE = torch.arange(40.0)
+_SIMPLE = torch.full((2, 3), 0.5)
+_LARGEST = torch.arange(INLINE_BYTES, dtype=torch.int32).to(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (_SIMPLE,),
+        (_LARGEST, _SIMPLE, torch.ones(4096)),
+        tuple(_OF_ONE_STORAGE.view(5, 8)),
+        (_OF_ONE_STORAGE[8:], _OF_ONE_STORAGE[:8]),
+        (torch.tensor(True), torch.ones(3, requires_grad=True)),
+    ],
+)
+def test_short_way_of_tensors_is_taken(value):
+    assert encode_tensors(Reply(7), value) is not None
+    _assert_same_bytes_as_on_the_long_way(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (_SIMPLE, _SIMPLE),
+        (_OF_ONE_STORAGE[:9], _OF_ONE_STORAGE[8:]),
+        (_SIMPLE, torch.arange(INLINE_BYTES + 1, dtype=torch.int32).to(torch.uint8)),
+        (_SIMPLE, torch.nn.Parameter(torch.ones(2))),
+        (_SIMPLE, _SIMPLE.t()),
+        (_SIMPLE, torch.tensor(0.5).expand(4)),
+        (_SIMPLE, torch.ones(3, 0)),
+        (_SIMPLE, torch.eye(3).to_sparse()),
+        (_SIMPLE, torch.ones(3, dtype=torch.complex64)),
+        (_SIMPLE, torch._neg_view(torch.ones(3))),
+        (_SIMPLE, 3.0),
+    ],
+)
+def test_short_way_of_tensors_is_not_taken(value):
+    assert encode_tensors(Reply(7), value) is None
+
+
+def test_tensors_take_the_long_way_in_a_mode_and_where_there_is_no_body():
+    with torch.inference_mode():
+        assert encode_tensors(Reply(7), (_SIMPLE,)) is None
+    assert encode_tensors(Heartbeat(0.0), (_SIMPLE,)) is None
 
 
 @relaxed

@@ -91,8 +91,8 @@ class Lookups:
         tensor = look_up(body.plain)
         if tensor is None or not thread_state_is_clean():
             return False
-        meta = describe_small(tensor)
-        if meta is None:
+        small = describe_small(tensor)
+        if small is None:
             return False
         given = call.headers or {}
         if not self._names.issuperset(given):
@@ -107,11 +107,11 @@ class Lookups:
             if addition is NOTHING:
                 continue
             if addition.flags:
-                meta.flags = addition.flags[0]
+                small[2].flags = addition.flags[0]
             if addition.header is not None:
                 headers = headers or {}
                 headers[interceptor.name] = addition.header
-        head = encode_small(Reply(call.id, headers), meta, tensor)
+        head = encode_small(Reply(call.id, headers), small)
         try:
             # As in `_serving`: answers to what was read together leave together.
             link.send(head, hold=turn is not None and bool(turn.rest))

@@ -17,7 +17,7 @@ its own idea of how it is pickled. Attributes that were set on a tensor do not t
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -26,9 +26,9 @@ from gradwire.wire._dtypes import CODE_OF_DTYPE, DTYPES, SPARSE_LAYOUTS
 from gradwire.wire._messages import TensorMeta
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-__all__ = ["INLINE_BYTES", "Buffer", "TensorTable"]
+__all__ = ["INLINE_BYTES", "Buffer", "TensorTable", "any_overlap", "memory_at"]
 
 INLINE_BYTES: Final = 64 << 10
 """Storages of up to this size travel inside the head: copying them costs less than a
@@ -57,16 +57,27 @@ COMPLEX_CODES = frozenset(
 _CODE_OF_LAYOUT = {layout: code for code, layout in SPARSE_LAYOUTS.items()}
 
 
-def _find_bytes_at() -> Callable[[int, int], bytes]:
-    # The interpreter's own way to make bytes; ``ctypes.string_at`` goes through more layers.
-    function = ctypes.pythonapi["PyBytes_FromStringAndSize"]
-    function.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+def _find_function(name: str, *arguments: Any) -> Any:
+    # The interpreter's own ways; those of ``ctypes`` go through more layers.
+    function = ctypes.pythonapi[name]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, *arguments]
     function.restype = ctypes.py_object
     return function
 
 
-bytes_at = _find_bytes_at()
-"""A copy of memory: of how many bytes at an address."""
+_bytes_at: Callable[[int, int], bytes] = _find_function("PyBytes_FromStringAndSize")
+_view_at: Callable[[int, int, int], memoryview] = _find_function(
+    "PyMemoryView_FromMemory", ctypes.c_int
+)
+_TO_READ: Final = 0x100
+_MOST_COPIED: Final = 4 << 10  # bytes: a copy costs less than a view
+
+
+def memory_at(address: int, nbytes: int) -> bytes | memoryview:
+    """Memory that is about to be copied, and lives until then."""
+    if nbytes <= _MOST_COPIED:
+        return _bytes_at(address, nbytes)
+    return _view_at(address, nbytes, _TO_READ)
 
 
 class Buffer(NamedTuple):
@@ -152,7 +163,7 @@ class TensorTable:
         """Assigns storages to all entries and collects the memory that travels."""
         packed: Packed = ([], [], [])
         alone = self._regions
-        if len(alone) > 1 and _any_overlap(alone):
+        if len(alone) > 1 and any_overlap(alone):
             alone = self._pack_clusters(packed)
         for address, nbytes, entry, tensor in alone:
             meta = self.metas[entry]
@@ -248,7 +259,7 @@ def _take(packed: Packed, address: int, nbytes: int, owner: torch.Tensor) -> int
     number = len(storages)
     storages.append(nbytes)
     if nbytes <= INLINE_BYTES:
-        inline.append(bytes_at(address, nbytes))
+        inline.append(_bytes_at(address, nbytes))
     else:
         buffers.append(Buffer(address, nbytes, owner))
     return number
@@ -269,7 +280,8 @@ def _strides_and_span(tensor: torch.Tensor) -> tuple[tuple[int, ...] | None, int
     return (None if contiguous else strides), span
 
 
-def _any_overlap(regions: list[_Region]) -> bool:
+def any_overlap(regions: Iterable[tuple[Any, ...]]) -> bool:
+    """Whether some memory is in two regions, which begin with address and size."""
     end = 0
     for address, nbytes in sorted([(r[0], r[1]) for r in regions if r[1]]):
         if address < end:
