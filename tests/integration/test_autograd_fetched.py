@@ -17,8 +17,10 @@ import functions
 import rref_functions as fn
 from autograd_functions import call, parameter
 from gradwire import autograd, rpc
+from gradwire.autograd import _fetched
 from gradwire.autograd._api import current_exchange
 from gradwire.autograd._functions import Recv
+from gradwire.autograd._telling import Telling
 from gradwire.errors import (
     CallTimeout,
     ForeignGraph,
@@ -28,6 +30,7 @@ from gradwire.errors import (
 )
 from gradwire.rpc._api import current_agent
 from gradwire.rpc._lookups import Lookups
+from gradwire.wire import Outgoing, decode_control
 from on_worker import on_worker
 from rref_functions import own
 
@@ -136,6 +139,27 @@ def several_of_two_workers() -> Tensor:
     return (torch.tanh(parameter("x") @ w + b) @ fetch("w2", "weight")).sum()
 
 
+def several_of_one_worker() -> Tensor:
+    w, b = fetch("w1", "weight"), fetch("w1", "bias")
+    return torch.tanh(parameter("x") @ w + b).square().sum()
+
+
+def several_and_a_leaf_of_its_own() -> Tensor:
+    return several_of_one_worker() * parameter("bias").square().sum()
+
+
+def with_one_gradient() -> Tensor:
+    w, b = fetch("w1", "weight"), fetch("w1", "bias")
+    return ((w + b) * parameter("x")).sum()
+
+
+def unused_beside_another() -> Tensor:
+    kept = fetch("w1", "weight")
+    loss = several_of_one_worker()
+    del kept
+    return loss
+
+
 def unused() -> Tensor:
     fetch("w1", "weight")
     kept = fetch("w2", "weight")
@@ -210,6 +234,10 @@ def beside_a_call_to_myself() -> Tensor:
 PROGRAMS = (
     one,
     several_of_two_workers,
+    several_of_one_worker,
+    several_and_a_leaf_of_its_own,
+    with_one_gradient,
+    unused_beside_another,
     unused,
     the_same_twice,
     used_twice,
@@ -315,6 +343,139 @@ def test_leaves_are_handed_out_on_the_short_way():
 @on_worker(0)
 def test_engine_runs_no_recv_if_all_that_came_is_leaves():
     assert "recvs" not in noting(_step, "w0")
+
+
+class Told:
+    """Notes what this worker tells others about passes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, is_held: bool = False) -> None:
+        self.was_shipped = False
+        self.all: list[tuple[int, Any, bytes]] = []
+        ship, send = _fetched._ship_with_begin, Telling.send
+
+        def noting_ship(*args: Any) -> bool:
+            self.was_shipped = not is_held and ship(*args)
+            return self.was_shipped
+
+        def noting_send(telling: Telling, to: int, outgoing: Outgoing) -> Any:
+            head = outgoing.head
+            size = 12 + int.from_bytes(
+                head[4:8], "big"
+            )  # with that of the control part
+            self.all.append((to, decode_control(head)[0], head[size:]))
+            return send(telling, to, outgoing)
+
+        patch.setattr(_fetched, "_ship_with_begin", noting_ship)
+        patch.setattr(Telling, "send", noting_send)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The classes of all messages."""
+        return [type(message).__name__ for _, message, _ in self.all]
+
+
+def told_in(program: Callable[[], Tensor], *, is_held: bool = False) -> Told:
+    """What this worker tells in a pass."""
+    with autograd.context() as ctx:
+        loss = program()
+        with pytest.MonkeyPatch.context() as patch:
+            told = Told(patch, is_held=is_held)
+            ctx.backward(loss)
+    for _, message, _ in told.all:
+        message.key = 0  # another one for each context
+    return told
+
+
+@pytest.mark.parametrize(
+    ("program", "is_shipped"),
+    [
+        (several_of_one_worker, True),
+        (several_and_a_leaf_of_its_own, True),
+        (one, False),
+        (several_of_two_workers, False),
+        (with_one_gradient, False),
+        (unused_beside_another, False),
+        (the_same_twice, True),
+        (large_and_small, False),
+        (after_something_was_sent, False),
+    ],
+)
+@on_worker(0)
+def test_same_is_told_if_all_goes_to_one_worker_at_once(program, is_shipped):
+    at_once, slowly = told_in(program), told_in(program, is_held=True)
+
+    assert (at_once.was_shipped, slowly.was_shipped) == (is_shipped, False)
+    assert at_once.all == slowly.all
+
+
+def meanwhile(what: Callable[[Any, Any], None]) -> Told:
+    """What is told if something happens to a context while the engine runs for its pass."""
+
+    def do(_: Tensor) -> None:
+        side = current_exchange().registry.get(int(ctx))
+        what(current_exchange(), side)
+
+    with autograd.context() as ctx, pytest.MonkeyPatch.context() as patch:
+        w, b = fetch("w1", "weight"), fetch("w1", "bias")
+        b.register_hook(do)
+        told = Told(patch)
+        ctx.backward(torch.tanh(parameter("x") @ w + b).square().sum())
+        patch.undo()
+        found = ag.fetch_dictionary(ctx)
+
+    def alone() -> None:
+        several_of_one_worker().backward()
+
+    ag.assert_same(found, ag.in_one_process(alone).gradients, exact=False)
+    return told
+
+
+@on_worker(0)
+def test_worker_that_has_heard_of_the_pass_is_not_told_of_it_again():
+    told = meanwhile(lambda exchange, side: exchange.tell_held(side))
+
+    assert (told.was_shipped, told.kinds) == (False, ["PassStart", "Gradients"])
+    assert told.all[1][1].start is None
+
+
+@on_worker(0)
+def test_worker_hears_of_the_pass_with_all_gradients():
+    told = meanwhile(lambda *_: None)
+
+    assert (told.was_shipped, told.kinds) == (True, ["Gradients"])
+    assert told.all[0][1].start is not None
+
+
+@on_worker(0)
+def test_gradient_of_a_message_that_has_become_stale_is_refused():
+    def lose(exchange: Any, side: Any) -> None:
+        last = side.run.recvs[-1]
+        exchange.mark_stale(side, last.peer, [last.number])
+
+    with pytest.raises(GraphConsumed):
+        meanwhile(lose)
+
+
+@on_worker(0)
+def test_nothing_is_shipped_in_a_pass_that_has_failed():
+    kinds: list[str] = []
+
+    def fail(exchange: Any, side: Any) -> None:
+        send = exchange.telling.send
+
+        def noting_send(to: int, outgoing: Outgoing) -> Any:
+            kinds.append(type(decode_control(outgoing.head)[0]).__name__)
+            return send(to, outgoing)
+
+        exchange.telling.send = noting_send
+        exchange.abort(side, side.run, ValueError("enough"))
+
+    try:
+        with pytest.raises(ValueError, match="enough"):
+            meanwhile(fail)
+    finally:
+        del current_exchange().telling.send
+    assert "PassAbort" in kinds and "Gradients" not in kinds
 
 
 @on_worker(0)

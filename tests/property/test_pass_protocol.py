@@ -147,7 +147,7 @@ def with_one_child(method: Method) -> Method:
     def change(*args: Any) -> tuple[Pass | None, list[Instruction]]:
         pass_, instructions = method(*args)
         if pass_ is not None:
-            pass_.told &= {i.to for i in instructions[:1]}
+            pass_.told = pass_.told & {i.to for i in instructions[:1]}
         return pass_, instructions[:1]
 
     return change

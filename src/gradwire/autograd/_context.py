@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -316,7 +316,7 @@ class Side:
             self.recvs.append(Received(peer, number, node, may_wait))
             return answers
 
-    def _live_tail(self) -> Sequence[Tensor]:
+    def _live_tail(self) -> list[Tensor]:
         """The tail, and the recvs that it does not hold because only the program may."""
         self._make_sends()
         self._make_sends_of_leaves()
@@ -342,7 +342,8 @@ class Side:
 
     def peek_tail(self) -> list[Tensor]:
         """The tokens that a pass would begin with; the caller holds the lock."""
-        return [token for token in self._live_tail() if token is not CHAIN_END]
+        tail = self._live_tail()
+        return tail[1:] if tail[0] is CHAIN_END else tail[:]  # it is nowhere else
 
     def peek_leaves(self) -> list[Unrecorded] | None:
         """All that a pass would begin with, if that is replies of nothing but leaves.

@@ -10,7 +10,7 @@ Where the gradients of leaves go is the pass's destination:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -96,8 +96,8 @@ def run_backward(
 
 
 def run_up_to_recvs(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], recvs: Iterable[Any]
-) -> tuple[list[tuple[Tensor, Tensor | None]], dict[Any, list[Tensor | None]]] | None:
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], recvs: Sequence[Any]
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor | None, ...]] | None:
     """Runs the backward of a worker that has nothing to wait for, without our nodes.
 
     The engine takes the gradients where it would have come to a recv. Then it runs no
@@ -109,46 +109,46 @@ def run_up_to_recvs(
         recvs: The nodes to stop at.
 
     Returns:
-        Leaves with their gradients, and those of each recv that was reached, by output.
-        None: there is more to it, and nothing was run.
+        Leaves with their gradients, and those of all tensors of the recvs, one recv after
+        the other. None: there is more to it, and nothing was run.
     """
-    ends = dict.fromkeys(recvs)
+    ends = set(recvs)
     nodes: list[Any] = [root.grad_fn for root in roots]
     seen: set[Any] = {None, *nodes}
-    edges: dict[tuple[Any, int], None] = {}
     for node in nodes:  # which grows meanwhile
-        for following in node.next_functions:
-            behind = following[0]
-            if behind in ends:
-                edges[following] = None
-            elif behind not in seen:
-                seen.add(behind)
-                nodes.append(behind)
-    if not WIRE_NODES.isdisjoint(map(type, nodes)):
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                if following not in ends:
+                    nodes.append(following)
+    kinds = set(map(type, nodes))
+    if seen.isdisjoint(ends) or not kinds.isdisjoint(WIRE_NODES):
         return None
+    wanted: list[Any] = [
+        GradientEdge(node, output)
+        for node in recvs
+        for output in range(node.message.num_tensors)
+    ]
+    if _Accumulator not in kinds:
+        return [], _ask_engine(roots, seeds, wanted)
     leaves = [node.variable for node in nodes if type(node) is _Accumulator]
-    if not edges or wrappers_among(leaves):
+    if wrappers_among(leaves):
         return None
-    wanted = (*[GradientEdge(*edge) for edge in edges], *leaves)
-    gradients = _ask_engine(roots, seeds, wanted)
-    found: dict[Any, list[Tensor | None]] = {}
-    for (node, output), gradient in zip(edges, gradients, strict=False):
-        if node not in found:
-            found[node] = [None] * node.message.num_tensors
-        found[node][output] = gradient
-    return list(zip(leaves, gradients[len(edges) :], strict=True)), found
+    gradients = _ask_engine(roots, seeds, wanted + leaves)
+    num = len(wanted)
+    return list(zip(leaves, gradients[num:], strict=True)), gradients[:num]
 
 
 def _ask_engine(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: tuple[Any, ...]
-) -> Sequence[Tensor | None]:
+    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
     try:
-        gradients: Sequence[Tensor | None] = run_engine(
+        gradients: tuple[Tensor | None, ...] = run_engine(
             tuple(roots),
             tuple(seeds),
             False,
             False,
-            wanted,
+            tuple(wanted),
             allow_unreachable=True,
             accumulate_grad=False,
         )

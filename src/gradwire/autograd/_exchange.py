@@ -88,7 +88,7 @@ from gradwire.wire import (
 
 __all__ = ["Exchange"]
 
-_NUM_DESTINATIONS = len(Destination)
+_DESTINATIONS = tuple(Destination)
 _NO_AUTOCAST = contextlib.nullcontext()
 _TORCH_CONSUMED = "Trying to backward through the graph a second time"
 _TORCH_ASKED_FOR_LEAF = "A leaf node was passed to _will_engine_execute_node"
@@ -125,7 +125,16 @@ class Exchange:
 
     def begin(self, side: Side, pass_: Pass) -> Run:
         """Takes the chain for a pass; the caller holds the side's lock."""
-        run = side.run = Run(side, pass_, side.take_chain(pass_.kind.retain))
+        kind = pass_.kind
+        run = side.run = Run(
+            side,
+            pass_,
+            side.take_chain(kind.retain),
+            _DESTINATIONS[kind.destination],
+            kind.retain,
+            kind.create_graph,
+            {rank: Outcome() for rank in pass_.told},
+        )
         return run
 
     def run_part(
@@ -284,7 +293,7 @@ class Exchange:
             cause = cause or self.describe(self._no_side(name))
             self.telling.abort(name, pass_id, peer.info.id, cause)
             return None
-        if not 0 <= message.destination < _NUM_DESTINATIONS:
+        if not 0 <= message.destination < len(_DESTINATIONS):
             raise RemoteProtocolError(f"unknown destination {message.destination}")
         kind = PassKind(message.destination, message.retain, message.create_graph)
         with side.lock:
@@ -292,7 +301,9 @@ class Exchange:
             run: Run | None = None
             part: Part | None = None
             if pass_ is not None:
-                of_leaves = side.peek_leaves() if may_skip_engine(*kind) else None
+                of_leaves = None
+                if may_skip_engine(kind.destination, kind.retain, kind.create_graph):
+                    of_leaves = side.peek_leaves()
                 tail = side.peek_tail() if of_leaves is None else []
                 awaited = side.unanswered(tail, of_leaves or [])
                 run = self.begin(side, pass_)
@@ -587,12 +598,12 @@ class Exchange:
         if side is None:
             return
         with side.lock:
-            run = side.run
-            pass_id = PassId(message.starter, message.number)
-            instructions = side.state.on_done(pass_id, peer.info.id)
+            run, sender = side.run, peer.info.id
+            pass_id = message.starter, message.number
+            instructions = side.state.on_done(pass_id, sender)
             outcome = None
             if run is not None and run.pass_.id == pass_id:
-                outcome = run.children.get(peer.info.id)
+                outcome = run.children.get(sender)
             self._settle(side)
         self._after_end(side, run, instructions)
         if outcome is not None:
@@ -620,7 +631,8 @@ class Exchange:
 
     def _settle(self, side: Side) -> None:
         """Notes that a pass is over here, if it is; the caller holds the lock."""
-        if side.run is not None and side.state.current is not side.run.pass_:
+        run = side.run
+        if run is not None and side.state.current is not run.pass_:
             side.run = None
             side.shed_sends()
 
@@ -629,7 +641,8 @@ class Exchange:
     ) -> None:
         if run is not None and run is not side.run and run is not side.failed:
             self._drop_if_used_up(side, run)
-        self.telling.perform(side, run, instructions)
+        if instructions:
+            self.telling.perform(side, run, instructions)
 
     def _drop_if_used_up(self, side: Side, run: Run) -> None:
         """A call's context is used up by a pass that does not retain it."""

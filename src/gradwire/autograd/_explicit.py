@@ -35,7 +35,8 @@ def backward(
 ) -> list[tuple[Any, Tensor | None]]:
     """Runs a pass over a whole context, from its begin to its end everywhere."""
     limit = time.monotonic() + timeout_s if timeout_s else 0.0
-    _wait_for_calls(side, limit)
+    if side.calls:
+        _wait_for_calls(side, limit)
     retain = retain or create_graph
     if side.run is not None:
         exchange.leftovers.work_off()  # of a plain backward that has failed just now
@@ -50,7 +51,8 @@ def backward(
     try:
         if run.hold_starts():
             instructions = [i for i in instructions if type(i) is not TellStart]
-        exchange.telling.perform(side, run, instructions)
+        if instructions:
+            exchange.telling.perform(side, run, instructions)
         gradients = exchange.run_part(run, roots, seeds, tail, inputs)
         del tail
         exchange.end_part(side, run)
@@ -59,7 +61,7 @@ def backward(
         exchange.fail(side, run, error)
         exchange.end_failed(side, run)
         raise
-    if destination is Destination.INTO_DICTIONARY:
+    if gradients and destination is Destination.INTO_DICTIONARY:
         exchange.keep(side, run, gradients)
     return gradients
 

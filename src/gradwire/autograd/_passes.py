@@ -39,9 +39,10 @@ and messages of different workers in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Set
 from typing import Any, Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from gradwire.errors import BackwardFailed
 
@@ -74,7 +75,7 @@ class PassId(NamedTuple):
     number: int
 
 
-class PassKind(NamedTuple):
+class PassKind(msgspec.Struct, frozen=True, gc=False):
     """What everybody must know of a pass to run its part."""
 
     destination: int
@@ -82,15 +83,15 @@ class PassKind(NamedTuple):
     create_graph: bool
 
 
-@dataclass(slots=True)
-class Pass:
+class Pass(msgspec.Struct):
     """A pass as one worker sees it, from its begin to its end here.
 
     Attributes:
         parent: Who told us; None if we started it.
         first: Number of the first event that it covers.
         end: Number of the first event after those.
-        told: Those whom we told and who are not done.
+        everybody_told: Those whom we told.
+        told: Those of them who are not done; replaced, and never changed.
         sends: Messages that it consumes, and to whom they went.
         shipped: Senders and numbers of messages that were answered with a gradient.
         is_running: Our own part is not over.
@@ -101,11 +102,11 @@ class Pass:
     parent: int | None
     first: int
     end: int
-    told: set[int] = field(default_factory=set)
-    everybody_told: frozenset[int] = frozenset()
+    everybody_told: Set[int]
+    told: Set[int]
     is_running: bool = True
-    sends: dict[int, int] = field(default_factory=dict)
-    shipped: set[tuple[int, int]] = field(default_factory=set)
+    sends: dict[int, int] = {}
+    shipped: set[tuple[int, int]] = set()
 
     def covers(self, event: int) -> bool:
         """Whether an event belongs to this pass."""
@@ -295,7 +296,7 @@ class ContextState:
         """
         if self.current is not None:
             raise _busy(self.current.id, self.me)
-        number = max(self.latest.values(), default=-1) + 1
+        number = max(self.latest.values()) + 1 if self.latest else 0
         return self._begin(PassId(self.me, number), kind, None)
 
     def on_start(
@@ -359,7 +360,7 @@ class ContextState:
     ) -> tuple[Pass, list[Instruction]]:
         told = self.known - {parent}
         current = self.current = Pass(
-            pass_id, kind, parent, self.first, self.events, told, frozenset(told)
+            pass_id, kind, parent, self.first, self.events, told, told
         )
         self.latest[pass_id.starter] = pass_id.number
         self.begun = pass_id
@@ -456,22 +457,22 @@ class ContextState:
 
     def local_end(self) -> list[Instruction]:
         """Our own part of the current pass is over, and succeeded."""
-        if self.current is None:
+        current = self.current
+        if current is None:
             return []
-        self.current.is_running = False
-        return self._end_if_done()
+        current.is_running = False
+        return self._end_if_done(current)
 
-    def on_done(self, pass_id: PassId, sender: int) -> list[Instruction]:
+    def on_done(self, pass_id: tuple[int, int], sender: int) -> list[Instruction]:
         """Somebody whom we told is done."""
         current = self.current
         if current is None or current.id != pass_id:
             return []
-        current.told.discard(sender)
-        return self._end_if_done()
+        current.told = current.told - {sender}
+        return self._end_if_done(current)
 
-    def _end_if_done(self) -> list[Instruction]:
-        current = self.current
-        if current is None or current.is_running or current.told:
+    def _end_if_done(self, current: Pass) -> list[Instruction]:
+        if current.is_running or current.told:
             return []
         self.current = None
         dead = self._clean_up(current.id)
@@ -481,10 +482,11 @@ class ContextState:
 
     def _clean_up(self, pass_id: PassId) -> list[Instruction]:
         """Forgets what belongs to a pass; those who answered in vain are told."""
-        first = self.first if self.current is None else self.current.first
         if self._dead:
+            first = self.first if self.current is None else self.current.first
             self._dead = {message for message in self._dead if message >= first}
-        return _bury(h for _, h in self._answers.pop(pass_id, {}).values())
+        answers = self._answers.pop(pass_id, None)
+        return _bury([h for _, h in answers.values()]) if answers else []
 
     def fail(
         self,

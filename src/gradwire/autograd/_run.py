@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from gradwire.autograd._context import Received, Side
     from gradwire.autograd._nodes import ReceivedMessage
 
-__all__ = ["Answer", "Held", "Part", "Run"]
+__all__ = ["MOST_HELD_BYTES", "Answer", "Held", "Part", "Run"]
 
-_DESTINATIONS = tuple(Destination)
-_MOST_HELD_BYTES = 1 << 16  # more takes its time on the way: it had better begin
+MOST_HELD_BYTES = 1 << 16
+"""Of gradients for one worker: more takes its time on the way, so it had better begin."""
 
 Part: TypeAlias = Callable[[], None]
 """A worker's part of a pass, to be run."""
@@ -36,7 +36,7 @@ class Answer(msgspec.Struct, frozen=True):
     after: tuple[int, int] | None
 
 
-class Held:
+class Held(msgspec.Struct):
     """What can wait a little before it is told to one worker, so that all goes at once.
 
     Attributes:
@@ -46,64 +46,53 @@ class Held:
         nbytes: Their size.
     """
 
-    __slots__ = ("answers", "gradients", "is_start", "nbytes")
-
-    def __init__(self, *, is_start: bool = False) -> None:
-        self.is_start = is_start
-        self.answers: list[tuple[int, tuple[bool, ...]]] = []
-        self.gradients: list[Tensor] = []
-        self.nbytes = 0
+    is_start: bool = False
+    answers: list[tuple[int, tuple[bool, ...]]] = []
+    gradients: list[Tensor] = []
+    nbytes: int = 0
 
 
-class Run:
-    """A pass at work on this worker. Its side's lock guards it."""
+class Run(msgspec.Struct, eq=False):
+    """A pass at work on this worker. Its side's lock guards it.
 
-    __slots__ = (
-        "_held",
-        "autocast",
-        "awaited",
-        "children",
-        "create_graph",
-        "destination",
-        "ends_with_leaves",
-        "failure",
-        "holds",
-        "limit",
-        "part",
-        "pass_",
-        "recvs",
-        "retain",
-        "side",
-        "task",
-        "thread",
-        "waiting",
-    )
+    Attributes:
+        side: The context.
+        pass_: The pass.
+        recvs: What it answers.
+        destination: Of the pass's kind; likewise the next two.
+        retain: Likewise.
+        create_graph: Likewise.
+        children: Whom we told, and their ends.
+        task: The engine's number for our part.
+        thread: Where our part runs, if it begins with tokens only.
+        autocast: See `gradwire.autograd._autocast`.
+        limit: When the starter gives up, 0: never.
+        failure: Why it failed.
+        waiting: Sends that the engine waits in.
+        part: Ours, while it has not begun.
+        awaited: Sends whose answers it needs to begin.
+        holds: Somebody sees to what is held.
+        ends_with_leaves: Nobody computes from what we ship, and we wait for nobody.
+    """
 
-    def __init__(
-        self,
-        side: Side,
-        pass_: Pass,
-        recvs: list[Received],
-    ) -> None:
-        self.side = side
-        self.pass_ = pass_
-        self.destination = _DESTINATIONS[pass_.kind.destination]
-        self.retain = pass_.kind.retain
-        self.create_graph = pass_.kind.create_graph
-        self.recvs = recvs
-        self.task: int | None = None  # the engine's number for our part
-        self.thread = 0  # where our part runs, if it begins with tokens only
-        self.autocast: list[tuple[str, str]] | None = None
-        self.limit = 0.0  # when the starter gives up, 0: never
-        self.failure: BaseException | None = None
-        self.waiting: dict[int, Outcome] = {}  # sends that the engine waits in
-        self.part: Part | None = None  # ours, while it has not begun
-        self.awaited: set[int] = set()  # sends whose answers it needs to begin
-        self.children = {rank: Outcome() for rank in pass_.told}
-        self.holds = False  # somebody sees to what is held
-        # Nobody computes from what we ship, and we wait for nobody.
-        self.ends_with_leaves = False
-        self._held: dict[int, Held] = {}  # by worker
+    side: Side
+    pass_: Pass
+    recvs: list[Received]
+    destination: Destination
+    retain: bool
+    create_graph: bool
+    children: dict[int, Outcome]
+    task: int | None = None
+    thread: int = 0
+    autocast: list[tuple[str, str]] | None = None
+    limit: float = 0.0
+    failure: BaseException | None = None
+    waiting: dict[int, Outcome] = {}
+    part: Part | None = None
+    awaited: set[int] = set()
+    holds: bool = False
+    ends_with_leaves: bool = False
+    _held: dict[int, Held] = {}  # by worker
 
     def answered(self, event: int) -> Part | None:
         """A send is answered; returns our part if it can begin now."""
@@ -131,7 +120,7 @@ class Run:
         with self.side.lock:
             held = self._held.get(peer)
             before = 0 if held is None else held.nbytes
-            if self.waiting or before + nbytes > _MOST_HELD_BYTES:
+            if self.waiting or before + nbytes > MOST_HELD_BYTES:
                 return False
             if held is None:
                 held = self._held[peer] = Held()
@@ -141,49 +130,71 @@ class Run:
             return True
 
     def hold_all(
-        self, nodes: Sequence[Any], received: Mapping[Any, Sequence[Tensor | None]]
+        self, messages: Sequence[ReceivedMessage], gradients: Sequence[Tensor | None]
     ) -> list[tuple[ReceivedMessage, Sequence[Tensor | None]]]:
         """As `hold`, for all messages of a part that waits for nobody.
 
         Args:
-            nodes: Of their recvs.
-            received: The gradients that have come to these, of which no graph is made.
+            messages: All that it answers.
+            gradients: What has come for their tensors, one after the other; of which no
+                graph is made.
 
         Returns:
             Messages and their gradients that should go at once.
         """
         at_once = []
         shipped = self.pass_.shipped
+        first = 0
         with self.side.lock:
             all_held = self._held
-            for node in nodes:
-                message, gradients = node.message, received.get(node, ())
+            for message in messages:
+                found = gradients[first : first + message.num_tensors]
+                first += len(found)
                 nbytes, values = 0, []
-                for gradient in gradients:
+                for gradient in found:
                     if gradient is None:
                         continue
                     if gradient.layout is not torch.strided or not gradient.is_cpu:
-                        nbytes = _MOST_HELD_BYTES + 1
+                        nbytes = MOST_HELD_BYTES + 1
                         break
                     nbytes += gradient.nbytes
                     values.append(gradient)
                 peer, number = message.peer, message.number
                 held = all_held.get(peer)
-                if (held.nbytes if held else 0) + nbytes > _MOST_HELD_BYTES:
-                    at_once.append((message, gradients))
+                if (held.nbytes if held else 0) + nbytes > MOST_HELD_BYTES:
+                    at_once.append((message, found))
                     continue
                 if held is None:
                     held = all_held[peer] = Held()
                 present: tuple[bool, ...] = ()
                 if values:
                     present = (True,) * len(values)
-                    if len(values) < len(gradients):
-                        present = tuple([g is not None for g in gradients])
+                    if len(values) < len(found):
+                        present = tuple([g is not None for g in found])
                     shipped.add((peer, number))
                 held.answers.append((number, present))
                 held.gradients += values
                 held.nbytes += nbytes
         return at_once
+
+    def ship_with_begin(self, messages: Sequence[ReceivedMessage]) -> bool:
+        """Whether gradients may be sent now, with the begin of the pass.
+
+        If so, they are noted as shipped, and nothing is held any more.
+
+        Args:
+            messages: What they are for: all that our part answers.
+        """
+        with self.side.lock:
+            if (
+                self._held.keys() != self.children.keys()  # it was told meanwhile
+                or self.failure is not None
+                or True in [message.is_stale for message in messages]
+            ):
+                return False
+            self._held = {}
+            self.pass_.shipped.update([(m.peer, m.number) for m in messages])
+            return True
 
     def take_held(self) -> dict[int, Held]:
         """What was held, by worker: whoever takes it tells it."""
@@ -204,15 +215,14 @@ class Run:
             return False
         may_wait: set[int] = set()
         others = {*self.pass_.sends.values()}
-        for recv in self.recvs:
-            (may_wait if recv.may_wait else others).add(recv.peer)
+        for peer, is_waiting in {(recv.peer, recv.may_wait) for recv in self.recvs}:
+            (may_wait if is_waiting else others).add(peer)
         may_wait -= others
         if not may_wait or may_wait != self.children.keys():
             return False
         self._held = {peer: Held(is_start=True) for peer in may_wait}
-        self.ends_with_leaves = (
-            not self.pass_.sends and self.destination is Destination.INTO_DICTIONARY
-        )
+        is_kept = self.destination is Destination.INTO_DICTIONARY
+        self.ends_with_leaves = is_kept and not others
         return True
 
     def forget(self) -> None:

@@ -34,11 +34,12 @@ from gradwire.autograd._passes import (
 )
 from gradwire.autograd._run import Answer
 from gradwire.errors import GradwireError
-from gradwire.wire import TRACKED, Outgoing, encode
+from gradwire.wire import TRACKED, Outgoing, encode, encode_tensors
 
 if TYPE_CHECKING:
     from gradwire.autograd._context import ContextName, Side
     from gradwire.autograd._exchange import Exchange
+    from gradwire.autograd._nodes import ReceivedMessage
     from gradwire.autograd._run import Held, Run
 
 __all__ = ["Telling"]
@@ -187,18 +188,25 @@ class Telling:
         return self.gradients(run, to, number, answer, is_start=held.is_start)
 
     def _encode_held(self, run: Run, held: Held) -> Outgoing:
-        start = run.destination, run.retain, run.create_graph, run.autocast
-        out = Gradients(
-            *run.side.name,
-            *run.pass_.id,
-            held.answers,
-            not run.retain,
-            start if held.is_start else None,
-        )
+        out = _to_gradients(run, held.answers, is_start=held.is_start)
         if not held.gradients:
             return encode(out)
-        values = _apart(held.gradients)
-        return encode(out, values, None, None, self._agent.serializer)
+        return encode_tensors(out, tuple(held.gradients)) or encode(
+            out, _apart(held.gradients), None, None, self._agent.serializer
+        )
+
+    def encode_begin(
+        self,
+        run: Run,
+        messages: Sequence[ReceivedMessage],
+        gradients: tuple[Tensor | None, ...],
+    ) -> Outgoing | None:
+        """The begin of a pass, with gradients for all tensors of some messages.
+
+        None if one is missing, or is large or not ordinary, or if any share memory.
+        """
+        answers = [(m.number, (True,) * m.num_tensors) for m in messages]
+        return encode_tensors(_to_gradients(run, answers, is_start=True), gradients)
 
     def done(self, to: int, name: ContextName, pass_id: PassId) -> None:
         """A pass is over here, and wherever we told of it."""
@@ -220,6 +228,17 @@ class Telling:
         except GradwireError as error:
             return error.with_traceback(None)  # it holds the frames of our callers
         return None
+
+
+def _to_gradients(
+    run: Run, answers: list[tuple[int, tuple[bool, ...]]], *, is_start: bool
+) -> Gradients:
+    key, incarnation = run.side.name
+    starter, number = run.pass_.id
+    start = None
+    if is_start:
+        start = run.destination, run.retain, run.create_graph, run.autocast
+    return Gradients(key, incarnation, starter, number, answers, not run.retain, start)
 
 
 def _apart(gradients: list[Tensor]) -> tuple[Tensor, ...]:

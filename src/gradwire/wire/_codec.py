@@ -389,10 +389,14 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
     return Outgoing(b"".join(parts), [], tensors)
 
 
-def describe_small(tensor: torch.Tensor) -> Small | None:
+def describe_small(tensor: torch.Tensor, storage: int = 0) -> Small | None:
     """What there is to know of a tensor that is small and ordinary; else None.
 
     For `encode_small` and `encode_tensors`. The state of the thread must be clean.
+
+    Args:
+        tensor: The tensor.
+        storage: The place of its memory in the message.
     """
     code = _REAL_CODE_OF_DTYPE.get(tensor.dtype)
     shape = tensor.shape
@@ -413,7 +417,7 @@ def describe_small(tensor: torch.Tensor) -> Small | None:
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if type(tensor) is _Parameter:
         flags |= PARAMETER
-    return address, nbytes, TensorMeta(code, shape, None, 0, 0, flags)
+    return address, nbytes, TensorMeta(code, shape, None, 0, storage, flags)
 
 
 def encode_small(message: Reply, small: Small) -> bytes:
@@ -430,9 +434,7 @@ def encode_small(message: Reply, small: Small) -> bytes:
     return b"".join((fixed, control, memory_at(address, nbytes)))
 
 
-def encode_tensors(
-    message: Message, tensors: tuple[torch.Tensor, ...]
-) -> Outgoing | None:
+def encode_tensors(message: Message, tensors: tuple[Any, ...]) -> Outgoing | None:
     """As `encode`, for a tuple of small, ordinary tensors that share no memory.
 
     Nothing but speed: the same bytes, without what is there for all other values.
@@ -443,29 +445,25 @@ def encode_tensors(
     if not thread_state_is_clean():
         return None
     smalls: list[Small] = []
-    for number, tensor in enumerate(tensors):
-        small = describe_small(tensor) if type(tensor) is _Tensor else None
+    for tensor in tensors:
+        small = None
+        if type(tensor) is _Tensor:
+            small = describe_small(tensor, len(smalls))
         if small is None:
             return None
-        small[2].storage = number
         smalls.append(small)
     if any_overlap(smalls):
         return None
-    num = len(smalls)
-    body = Body(
-        FLAT_TUPLE,
-        [None] * num,
-        [*range(num)],
-        [meta for _, _, meta in smalls],
-        [nbytes for _, nbytes, _ in smalls],
-    )
+    addresses, sizes, metas = zip(*smalls, strict=True)
+    num = len(metas)
+    body = Body(FLAT_TUPLE, [None] * num, [*range(num)], [*metas], [*sizes])
     try:
         message.body = body  # type: ignore[attr-defined]
         control = _encode_control(message)
     except (AttributeError, *_MSGPACK_ERRORS):
         return None  # the long way explains
     fixed = _pack_fixed(KINDS[type(message)], 0, 0, len(control), 0)
-    memory = [memory_at(address, nbytes) for address, nbytes, _ in smalls]
+    memory = map(memory_at, addresses, sizes)
     return Outgoing(b"".join((fixed, control, *memory)), [], [*tensors])
 
 
