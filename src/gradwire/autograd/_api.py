@@ -133,7 +133,10 @@ class context:
             (exchange, side), self._opened = self._opened, None
             # Another one may be, if they are left in another order, or by another thread.
             if active_context.get() == side.name:
-                active_context.set(exchange.registry.innermost(side.around))
+                outer = side.around
+                active_context.set(
+                    exchange.registry.innermost(outer) if outer else None
+                )
             exchange.releases.release(side)
 
 
@@ -342,6 +345,8 @@ def check_repeatable(exchange: Exchange, what: str) -> None:
 
 
 def _id_of(context_id: int) -> int:
+    if type(context_id) is Context:
+        return context_id
     if type(context_id) is bool or not hasattr(context_id, "__index__"):
         raise TypeError(
             "expected a context, which `with gradwire.autograd.context() as ctx` gives, or "
@@ -352,7 +357,7 @@ def _id_of(context_id: int) -> int:
 
 
 def _check_timeout(timeout: float) -> float:
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+    if type(timeout) is bool or not isinstance(timeout, (int, float)):
         raise TypeError(
             f"timeout must be a number of seconds, not {type(timeout).__name__}"
         )
@@ -367,7 +372,7 @@ def _check_roots(
     what: str,
     what_seeds: str,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    if not isinstance(roots, (Tensor, Iterable)):
+    if not isinstance(roots, (Tensor, list, tuple, Iterable)):  # abstract costs most
         raise TypeError(f"{what} must be tensors, found {type(roots).__name__}")
     tensors = [roots] if isinstance(roots, Tensor) else list(roots)
     if not tensors:
@@ -381,23 +386,30 @@ def _check_roots(
                 f"{what_seeds} must be tensors, found {type(seeds).__name__}"
             )
         given = [seeds] if isinstance(seeds, Tensor) else list(seeds)
-    if len(given) != len(tensors):
-        raise ValueError(
-            f"{what_seeds} has {len(given)} entries for {len(tensors)} {what}"
-        )
+        if len(given) != len(tensors):
+            raise ValueError(
+                f"{what_seeds} has {len(given)} entries for {len(tensors)} {what}"
+            )
     checked: list[Tensor] = []
-    for number, (tensor, seed) in enumerate(zip(tensors, given, strict=True)):
+    for number, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(
                 f"{what} must be tensors, found {type(tensor).__name__} at {number}"
             )
-        checked.append(_check_root(tensor, seed, number, what, what_seeds))
+        checked.append(_check_root(tensor, given[number], number, what, what_seeds))
     return tensors, checked
 
 
 def _check_root(
     tensor: Tensor, seed: Tensor | None, number: int, what: str, what_seeds: str
 ) -> Tensor:
+    if (
+        seed is None
+        and tensor.grad_fn is not None
+        and tensor.numel() == 1
+        and not tensor.is_complex()
+    ):
+        return torch.ones_like(tensor)  # another one for each pass: see `backward`
     name = f"entry {number} of {what}"
     if not tensor.requires_grad:
         raise UsageError(
@@ -415,7 +427,6 @@ def _check_root(
                 f"{name}, of shape {tuple(tensor.shape)}, is not a scalar, all roots need "
                 f"to be scalar, or be given gradients with {what_seeds}="
             )
-        seed = torch.ones_like(tensor, memory_format=torch.preserve_format)
     elif not isinstance(seed, Tensor):
         raise TypeError(
             f"{what_seeds} must be tensors, found {type(seed).__name__} at {number}"
@@ -430,7 +441,7 @@ def _check_root(
             f"{name} has the shape {tuple(tensor.shape)}, its entry of {what_seeds} "
             f"{tuple(seed.shape)}"
         )
-    if tensor.grad_fn is None:
+    if seed is None or tensor.grad_fn is None:
         raise UsageError(
             f"{name} does not have a valid gradient function: it is a leaf, so there is "
             "nothing to differentiate"

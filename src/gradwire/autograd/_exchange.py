@@ -626,6 +626,8 @@ class Exchange:
         """Our part of a pass succeeded."""
         with side.lock:
             instructions = side.state.local_end() if side.run is run else []
+            if side.state.current is run.pass_:
+                return  # others whom we told are not done
             self._settle(side)
         self._after_end(side, run, instructions)
 

@@ -178,7 +178,14 @@ class Registry:
             if name in self._broken:
                 return None
             self._check_limit(peer)
-            return self._charge(self._make(name, label, into_grad), peer)
+            side = self._charge(self._make(name, label, into_grad), peer)
+            opener = opener_of(name.key)
+            if opener != self._exchange.me:
+                joined = self._joined.get(opener)
+                if joined is None:
+                    joined = self._joined[opener] = set()
+                joined.add(name)
+            return side
 
     def add_call(
         self,
@@ -204,8 +211,8 @@ class Registry:
             if side is None or side.name != name:
                 if peer is not None:
                     self._check_limit(peer)
-                if side is not None:
-                    self._discharge(side)
+                if side is not None and side.brought_by is not None:
+                    self._discharge(side.brought_by)
                 side = Side(self._exchange, name, label, holds_weakly=is_caller)
                 self._sides[name.key] = side
                 if peer is not None:
@@ -226,23 +233,15 @@ class Registry:
         self._brought[peer.info.id] = self._brought.get(peer.info.id, 0) + 1
         return side
 
-    def _discharge(self, side: Side) -> None:
-        rank = side.brought_by
-        if rank is not None:
-            self._brought[rank] -= 1
-            if not self._brought[rank]:
-                del self._brought[rank]
+    def _discharge(self, rank: int) -> None:
+        self._brought[rank] -= 1
+        if not self._brought[rank]:
+            del self._brought[rank]
 
     def _make(self, name: ContextName, label: str, into_grad: bool) -> Side:
         label = label or f"the context {name.key}"
         side = Side(self._exchange, name, label, into_grad=into_grad)
         self._sides[name.key] = side
-        opener = opener_of(name.key)
-        if opener != self._exchange.me:
-            joined = self._joined.get(opener)
-            if joined is None:
-                joined = self._joined[opener] = set()
-            joined.add(name)
         return side
 
     def _is_over(self, name: ContextName) -> bool:
@@ -266,14 +265,16 @@ class Registry:
             if side is None or side.name.incarnation != name.incarnation:
                 return None
             del self._sides[name.key]
-            self._discharge(side)
-            opener = opener_of(name.key)
-            if joined := self._joined.get(opener):
-                joined.discard(name)
+            if side.brought_by is not None:
+                self._discharge(side.brought_by)
             side.is_released = True
+            opener = opener_of(name.key)
+            if opener != self._exchange.me:
+                if joined := self._joined.get(opener):
+                    joined.discard(name)
+            elif not side.is_implicit:
+                self._live.discard(counter_of(name.key))
             if not side.is_implicit:
-                if opener == self._exchange.me:
-                    self._live.discard(counter_of(name.key))
                 self._kept.add(weakref.ref(side.mark, self._kept.discard))
             return side
 
@@ -310,7 +311,7 @@ class Registry:
     def ended_so_far(self) -> tuple[int, tuple[int, ...]]:
         """What our own releases say: see `Ended`."""
         with self._lock:
-            return self._issued, tuple(sorted(self._live))
+            return self._issued, tuple(sorted(self._live)) if self._live else ()
 
     def note_ended(
         self, opener: int, incarnation: int, issued: int, live: tuple[int, ...]

@@ -111,27 +111,25 @@ NO_VALUE: Final = _NoValue.NO_VALUE
 """Stands for "this message carries no value", which is not the same as None."""
 
 
-class Outgoing:
+class Outgoing(msgspec.Struct, eq=False):
     """An encoded message.
 
     Attributes:
         head: Everything but the large storages.
         buffers: The large storages. Their memory is read when the message is sent.
         tensors: The tensors of the message, as they were given, in table order.
-        nbytes: Size of the head and the buffers together.
     """
 
-    __slots__ = ("buffers", "head", "nbytes", "tensors")
+    head: bytes
+    buffers: list[Buffer] = []
+    tensors: list[torch.Tensor] = []
 
-    def __init__(
-        self, head: bytes, buffers: list[Buffer], tensors: list[torch.Tensor]
-    ) -> None:
-        self.head = head
-        self.buffers = buffers
-        self.tensors = tensors
-        self.nbytes = len(head)
-        for buffer in buffers:
-            self.nbytes += buffer.nbytes
+    @property
+    def nbytes(self) -> int:
+        """Size of the head and the buffers together."""
+        if not self.buffers:
+            return len(self.head)
+        return len(self.head) + sum([buffer.nbytes for buffer in self.buffers])
 
 
 def encode(
@@ -165,7 +163,7 @@ def encode(
             control = _encode_control(message)
             if len(control) > _MAX_PART_BYTES:
                 raise _too_large(control, b"")
-            return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control, [], [])
+            return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control)
         if thread_state_is_clean():
             return _encode_small(
                 kind, message, value, on_tensors
@@ -495,7 +493,7 @@ def _encode_plain(
         control = _encode_control(message)
     except (AttributeError, *_MSGPACK_ERRORS):
         return None
-    return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control, [], [])
+    return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control)
 
 
 def _flatten(value: Any, table: TensorTable) -> Body | None:
