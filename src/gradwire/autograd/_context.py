@@ -249,19 +249,17 @@ class Side:
             self._make_sends()
 
     def _make_sends(self) -> None:
-        if self._unrecorded:
-            unrecorded, self._unrecorded = self._unrecorded, []
-            for message, leaving in unrecorded:
-                is_reply = message.reply_to is not None
-                if is_reply and not self.recvs and is_of_leaves(leaving):
-                    self._of_leaves.append((message, leaving))
-                else:
-                    self._tail.append(record(_make_node, message, leaving))
+        unrecorded, self._unrecorded = self._unrecorded, []
+        for message, leaving in unrecorded:
+            is_reply = message.reply_to is not None
+            if is_reply and not self.recvs and is_of_leaves(leaving):
+                self._of_leaves.append((message, leaving))
+            else:
+                self._tail.append(record(_make_node, message, leaving))
 
     def _make_sends_of_leaves(self) -> None:
-        if self._of_leaves:
-            of_leaves, self._of_leaves = self._of_leaves, []
-            self._tail += make_nodes(of_leaves)
+        of_leaves, self._of_leaves = self._of_leaves, []
+        self._tail += make_nodes(of_leaves)
 
     def join(
         self, peer: int, after: tuple[int, int] | None, consumed: int = -1
@@ -318,8 +316,10 @@ class Side:
 
     def _live_tail(self) -> list[Tensor]:
         """The tail, and the recvs that it does not hold because only the program may."""
-        self._make_sends()
-        self._make_sends_of_leaves()
+        if self._unrecorded:
+            self._make_sends()
+        if self._of_leaves:
+            self._make_sends_of_leaves()
         if not self.holds_weakly:
             return self._tail
         tokens = [token_of(node) for node in self.live_recvs()]
@@ -371,7 +371,8 @@ class Side:
         """The recvs of a pass that begins; the caller holds the lock."""
         if retain:
             return list(self.recvs)
-        self._make_sends()
+        if self._unrecorded:
+            self._make_sends()
         recvs = self.recvs
         self._tail, self.recvs, self.num_sends = [CHAIN_END], [], 0
         self._of_leaves = []

@@ -129,33 +129,26 @@ def run_up_to_recvs(
         for node in recvs
         for output in range(node.message.num_tensors)
     ]
-    if _Accumulator not in kinds:
-        return [], _ask_engine(roots, seeds, wanted)
-    leaves = [node.variable for node in nodes if type(node) is _Accumulator]
-    if wrappers_among(leaves):
-        return None
-    gradients = _ask_engine(roots, seeds, wanted + leaves)
-    num = len(wanted)
-    return list(zip(leaves, gradients[num:], strict=True)), gradients[:num]
-
-
-def _ask_engine(
-    roots: Sequence[Tensor], seeds: Sequence[Tensor], wanted: Sequence[Any]
-) -> tuple[Tensor | None, ...]:
+    leaves: list[Tensor] = []
+    if _Accumulator in kinds:
+        leaves = [node.variable for node in nodes if type(node) is _Accumulator]
+        if wrappers_among(leaves):
+            return None
     try:
         gradients: tuple[Tensor | None, ...] = run_engine(
             tuple(roots),
             tuple(seeds),
             False,
             False,
-            tuple(wanted),
+            (*wanted, *leaves),
             allow_unreachable=True,
             accumulate_grad=False,
         )
     except BaseException:
         _drain_engine()
         raise
-    return gradients
+    num = len(wanted)
+    return list(zip(leaves, gradients[num:], strict=True)), gradients[:num]
 
 
 def _run(

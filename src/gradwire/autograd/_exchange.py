@@ -151,21 +151,21 @@ class Exchange:
             run.thread = threading.get_ident()
         run.holds = not run.create_graph
         try:
-            gradients = None
             if run.ends_with_leaves:
                 gradients = run_up_to_leaves(self, run, roots, seeds)
-            if gradients is None:
-                gradients = run_backward(
-                    roots,
-                    seeds,
-                    tail,
-                    run.destination,
-                    lambda: self._claim(run, current_task()),
-                    lambda: _check_goes_on(run),
-                    retain_graph=run.retain,
-                    create_graph=run.create_graph,
-                    inputs=inputs,
-                )
+                if gradients is not None:
+                    return gradients
+            gradients = run_backward(
+                roots,
+                seeds,
+                tail,
+                run.destination,
+                lambda: self._claim(run, current_task()),
+                lambda: _check_goes_on(run),
+                retain_graph=run.retain,
+                create_graph=run.create_graph,
+                inputs=inputs,
+            )
             self.telling.held(run)
             return gradients
         except RuntimeError as error:

@@ -71,7 +71,7 @@ def _ship_with_begin(
     outgoing = exchange.telling.encode_begin(run, messages, gradients)
     if (
         outgoing is None
-        or outgoing.nbytes > MOST_HELD_BYTES
+        or len(outgoing.head) > MOST_HELD_BYTES
         or not run.ship_with_begin(messages)
     ):
         return False
@@ -98,3 +98,4 @@ def _ship(
             raise consumed(exchange, run.side.label)
     for message, values in run.hold_all(messages, gradients):
         exchange.ship(run.side, run, message, values, [])
+    exchange.telling.held(run)

@@ -186,14 +186,15 @@ class Run(msgspec.Struct, eq=False):
             messages: What they are for: all that our part answers.
         """
         with self.side.lock:
+            numbers = [(m.peer, m.number) for m in messages if not m.is_stale]
             if (
-                self._held.keys() != self.children.keys()  # it was told meanwhile
+                len(numbers) < len(messages)
+                or self._held.keys() != self.children.keys()  # it was told meanwhile
                 or self.failure is not None
-                or True in [message.is_stale for message in messages]
             ):
                 return False
             self._held = {}
-            self.pass_.shipped.update([(m.peer, m.number) for m in messages])
+            self.pass_.shipped.update(numbers)
             return True
 
     def take_held(self) -> dict[int, Held]:
