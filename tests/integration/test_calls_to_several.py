@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from gradwire.errors import (
     UnknownWorker,
     UsageError,
 )
-from gradwire.rpc.extension import Outcome, Request, current_agent, method_request
+from gradwire.rpc.extension import Agent, Outcome, current_agent, start_method
 from on_worker import on_worker
 
 pytestmark = pytest.mark.multiproc
@@ -35,18 +37,15 @@ SHORT_S = 0.3
 # ------------------------------------------------------------------- run by workers
 
 
-def ask(*requests: Request) -> list[Outcome]:
-    return current_agent().call_all(
-        [functools.partial(_same, request) for request in requests]
-    )
+Start: TypeAlias = Callable[[Agent], Outcome]
 
 
-def _same(request: Request) -> Request:
-    return request
+def ask(*starts: Start) -> list[Outcome]:
+    return current_agent().call_all(starts)
 
 
-def request(to: Any, function: Any, *args: Any, timeout: float = LIMIT_S) -> Request:
-    return Request(to, function, args, None, timeout)
+def request(to: Any, function: Any, *args: Any, timeout: float = LIMIT_S) -> Start:
+    return operator.methodcaller("begin_call", to, function, args, None, timeout)
 
 
 def ask_for_names(*workers: str) -> list[str]:
@@ -161,16 +160,14 @@ def rpc_error(kind: type[Exception]) -> type:
 
 @on_worker(0)
 def test_requests_that_cannot_be_sent_are_outcomes():
-    def fail() -> Request:
+    def fail(_agent: Agent) -> Outcome:
         raise KeyError("no request")
 
-    outcomes = current_agent().call_all(
-        [
-            fail,
-            functools.partial(request, "nobody", targets.echo, 1),
-            functools.partial(request, "w1", targets.echo, threading.Lock()),
-            functools.partial(request, "w2", targets.echo, 2),
-        ]
+    outcomes = ask(
+        fail,
+        request("nobody", targets.echo, 1),
+        request("w1", targets.echo, threading.Lock()),
+        request("w2", targets.echo, 2),
     )
 
     assert isinstance(outcomes[0].error, KeyError)
@@ -186,17 +183,30 @@ def test_methods_of_values_are_called_by_requests():
     here = rpc.RRef([1])
     there: rpc.RRef[list[int]] = rpc.remote("w1", list, ((2, 2),))
 
-    outcomes = current_agent().call_all(
-        [
-            functools.partial(method_request, here, "append", (3,)),
-            functools.partial(method_request, there, "count", (2,), LIMIT_S),
-            functools.partial(method_request, there, "no_such_method"),
-        ]
+    outcomes = ask(
+        functools.partial(start_method, here, "append", (3,), 0),
+        functools.partial(start_method, there, "count", (2,), LIMIT_S),
+        functools.partial(start_method, there, "no_such_method", (), 0),
     )
 
     assert here.local_value() == [1, 3]
     assert outcomes[1].result() == 2
     assert isinstance(outcomes[2].error, AttributeError)
+
+
+@pytest.mark.parametrize("value", [2, 2**80, "\ud800", (1, [2])], ids=ascii)
+@on_worker(0)
+def test_arguments_of_methods_may_be_anything(value):
+    here: rpc.RRef[list[Any]] = rpc.RRef([value, 1])
+    there: rpc.RRef[list[Any]] = rpc.remote("w1", list, ([value, 1],))
+
+    outcomes = ask(
+        functools.partial(start_method, here, "index", (value,), 0),
+        functools.partial(start_method, there, "index", (value,), LIMIT_S),
+    )
+
+    assert [outcome.result() for outcome in outcomes] == [0, 0]
+    check_idle()
 
 
 @on_worker(0)
@@ -302,9 +312,7 @@ def refer_and_lose(killed: str) -> str:
     there.to_here()
     targets.get_event(killed).set()
     api.wait_until(lambda: rpc.get_debug_info()["workers_lost"])
-    (outcome,) = current_agent().call_all(
-        [functools.partial(method_request, there, "count", (1,))]
-    )
+    (outcome,) = ask(functools.partial(start_method, there, "count", (1,), 0))
     return type(outcome.error).__name__
 
 

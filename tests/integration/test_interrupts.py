@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import operator
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ import probes
 from cluster import Cluster, Handle
 from gradwire import autograd, rpc
 from gradwire.errors import GradwireError
-from gradwire.rpc.extension import Request, current_agent
+from gradwire.rpc.extension import current_agent
 
 pytestmark = pytest.mark.multiproc
 
@@ -107,11 +108,13 @@ def _call_pair(to: str, number: int) -> Any:
 
 
 def _call_several(to: str, number: int) -> Any:
-    requests = [
-        functools.partial(Request, worker, targets.echo, (number,), None, LIMIT_S)
+    starts = [
+        operator.methodcaller(
+            "begin_call", worker, targets.echo, (number,), None, LIMIT_S
+        )
         for worker in (to, rpc.get_worker_info().name)
     ]
-    return max(o.result() for o in current_agent().call_all(requests))
+    return max(o.result() for o in current_agent().call_all(starts))
 
 
 def _call_with_tensor(nbytes: int) -> Callable[[str, int], Any]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.optim._gradients import check_context, find_gradients
-from gradwire.optim._owners import ask_all
+from gradwire.optim._owners import ask_all, call_of
 from gradwire.optim._references import check_references, values_of
 from gradwire.rpc import RRef
-from gradwire.rpc.extension import Request, for_agents
+from gradwire.rpc.extension import for_agents
 
 __all__ = ["clip_grad_norm_"]
 
@@ -65,8 +64,7 @@ def clip_grad_norm_(
         for owner, positions in by_owner.items()
     }
     answers = ask_all(
-        (owner, partial(Request, owner, measure, (source, share, order), None, 0))
-        for owner, share in shares.items()
+        call_of(owner, measure, source, share, order) for owner, share in shares.items()
     )
     found: list[int] = []
     norms: list[Tensor] = []
@@ -88,7 +86,7 @@ def clip_grad_norm_(
     factor = torch.clamp(limit / (total + 1e-6), max=1.0)
     if factor.item() != 1.0:
         ask_all(
-            (owner, partial(Request, owner, scale, (source, share, factor), None, 0))
+            call_of(owner, scale, source, share, factor)
             for owner, share in shares.items()
         )
     return total

@@ -32,7 +32,7 @@ from gradwire.optim._state import gather, scatter
 from gradwire.optim._torch_private import shown_to_profiler
 from gradwire.optim._transactions import Transactions
 from gradwire.rpc import RRef, WorkerInfo, wait_for_worker
-from gradwire.rpc.extension import Request
+from gradwire.rpc.extension import Agent, Outcome
 
 __all__ = ["DistributedOptimizer"]
 
@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 part.add(number, None if is_plain else options, rref, position)
                 position += 1
         answers = ask_all(
-            (owner, partial(self._make_local, owner, part.groups, self._shares))
+            (owner, partial(self._start_local, owner, part.groups, self._shares))
             for owner, part in parts.items()
         )
         added = [{"params": group["params"]} for group in groups]
@@ -179,15 +179,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         changes = self._changes().items()
         self._note_sent({n: values for n, values in changes if n >= first})
 
-    def _make_local(
-        self, owner: str, groups: list[Group], shares: Sequence[Share]
-    ) -> Request:
+    def _start_local(
+        self, owner: str, groups: list[Group], shares: Sequence[Share], agent: Agent
+    ) -> Outcome:
+        """Has an optimizer made on an owner."""
         others = [share.rref for share in shares if share.owner == owner]
         made_of = [tuple(group) for group in groups]
         optimizer_class = name_optimizer(self._optimizer_class)
         mark = tuple(self._transactions.ledger.committed)
         arguments = (optimizer_class, made_of, others, mark, *self._arguments)
-        return Request(owner, make_local_optimizer, arguments, None, 0)
+        return agent.begin_call(owner, make_local_optimizer, arguments, None, 0)
 
     # --------------------------------------------------------------------------- steps
 
@@ -459,7 +460,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
                 for group, positions in zip(share.groups, share.positions, strict=True)
             ]
-            start = partial(self._make_local, owner, groups, made)
+            start = partial(self._start_local, owner, groups, made)
             ((rref, _, _),) = ask_all([(owner, start)])
             share = share._replace(rref=rref)  # noqa: PLW2901
             ask_all(calls_to([share], "attach", (share.place,)))

@@ -17,12 +17,13 @@ from typing import Any, TypeAlias
 from gradwire.autograd.extension import outside_context
 from gradwire.errors import GradwireError
 from gradwire.rpc import Future
-from gradwire.rpc.extension import Outcome, Request, current_agent
+from gradwire.rpc.extension import Agent, Outcome, current_agent
 
 __all__ = [
     "Call",
     "OwnersFailed",
     "ask_all",
+    "call_of",
     "collect",
     "combine",
     "outcome_of",
@@ -59,9 +60,14 @@ class OwnersFailed(GradwireError):
         return combine, (self.failures,)
 
 
-Call: TypeAlias = tuple[str, Callable[[], Request]]
-"""The name of an owner, and what makes the request."""
-_maker_of = operator.itemgetter(1)
+Call: TypeAlias = tuple[str, Callable[[Agent], Outcome]]
+"""The name of an owner, and what starts a call there."""
+_start_of = operator.itemgetter(1)
+
+
+def call_of(owner: str, function: Callable[..., Any], *args: Any) -> Call:
+    """The call of a function on an owner, which has no deadline."""
+    return owner, operator.methodcaller("begin_call", owner, function, args, None, 0)
 
 
 def ask_all(calls: Iterable[Call]) -> list[Any]:
@@ -92,7 +98,7 @@ def collect(calls: Iterable[Call]) -> tuple[list[Any], dict[str, Exception]]:
         Their results, None for those that failed; and what failed, by owner.
     """
     asked = list(calls)
-    outcomes = outside_context(current_agent().call_all, map(_maker_of, asked))
+    outcomes = outside_context(current_agent().call_all, map(_start_of, asked))
     results = []
     failures: dict[str, Exception] = {}
     for (owner, _), outcome in zip(asked, outcomes, strict=True):

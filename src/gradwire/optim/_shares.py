@@ -12,7 +12,7 @@ from gradwire.optim._local import Changes, Group, LocalOptimizer
 from gradwire.optim._owners import Call
 from gradwire.optim._places import Place
 from gradwire.rpc import RRef
-from gradwire.rpc.extension import method_request
+from gradwire.rpc.extension import start_method
 
 __all__ = ["Part", "Share", "calls_to"]
 
@@ -79,6 +79,6 @@ def calls_to(
     calls: list[Call] = []
     for share in shares:
         given = arguments if isinstance(arguments, tuple) else arguments(share)
-        request = partial(method_request, share.rref, method, given)
-        calls.append((share.owner, request))
+        start = partial(start_method, share.rref, method, given, 0)
+        calls.append((share.owner, start))
     return calls

@@ -150,6 +150,7 @@ class Agent:
         self._caller = caller = Caller(self, self._rounds)
         # What the layers above use, without a step in between that each call would take.
         self.call, self.call_all = caller.call, caller.call_all
+        self.begin_call, self.begin_own = caller.begin_call, caller.begin_own
         self.call_async, self.make, self.ask = (
             caller.call_async,
             caller.make,
@@ -429,7 +430,7 @@ class Agent:
         self._closed = self.network.is_closing = True
         own: Any = self
         own.call = own.call_all = own.call_async = own.make = own.ask = refuse
-        own.wait_for = refuse
+        own.begin_call = own.begin_own = own.wait_for = refuse
 
     def close(
         self, reason: str = "it shut down", limit: float = float("inf")

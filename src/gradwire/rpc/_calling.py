@@ -21,7 +21,7 @@ from gradwire.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gradwire.rpc._calls import PendingCall, Request
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import (
     DEEPEST,
@@ -174,7 +174,7 @@ class Caller:
         compiler = set_compiler(None)
         try:
             with shielded():
-                call = self._start_own(to, target, numbers, timeout, label)
+                call = self.begin_own(to, target, numbers, timeout, label)
                 try:
                     is_done = self._waiting.wait_for_call_shielded(call, None)
                 except BaseException:  # as in `call`
@@ -194,7 +194,7 @@ class Caller:
             call.notice()
         return call.value
 
-    def _start_own(
+    def begin_own(
         self,
         to: object,
         target: str,
@@ -223,18 +223,19 @@ class Caller:
             raise
         return self._begin(link, peer, message, label, outgoing, notes, is_async)
 
-    def call_all(self, requests: Iterable[Callable[[], Request]]) -> list[Outcome]:
+    def call_all(self, starts: Iterable[Callable[[Agent], Outcome]]) -> list[Outcome]:
         """Calls functions on several workers, and waits for all results.
 
         All calls are sent before the first one is waited for. Then this thread reads the
         answers of all workers, if it may; there are no futures.
 
         Args:
-            requests: Each makes a request, when those before it are on their way.
+            starts: Each starts a call by `begin_call` or `begin_own`, when those before it are
+                on their way.
 
         Returns:
-            What became of each; the error is what it raised, if a request could not be
-            made or sent.
+            What became of each; the error is what it raised, if a call could not be
+            started.
         """
         if _forbidden_loops:
             _refuse_in_event_loop()
@@ -244,8 +245,8 @@ class Caller:
         try:
             with shielded():
                 try:
-                    for make in requests:
-                        outcomes.append(self._start_request(make, calls))
+                    for start in starts:
+                        outcomes.append(self._begin_one(start, calls))
                     if not self._pool.is_pool_thread:
                         self._waiting.read_for_all(calls)
                     for call in calls:
@@ -266,28 +267,34 @@ class Caller:
                 call.notice()
         return outcomes
 
-    def _start_request(
-        self, make: Callable[[], Request], calls: list[PendingCall]
+    def _begin_one(
+        self, start: Callable[[Agent], Outcome], calls: list[PendingCall]
     ) -> Outcome:
-        """Starts a call; it is added to those of which this thread reads the answers."""
+        """A call is added to those of which this thread reads the answers."""
         try:
-            to, function, args, kwargs, timeout, keeps = make()
-            if is_idempotent(function):  # it may take several calls
-                return self.call_async(to, function, args, kwargs, timeout)._outcome
-            call = self._start_call(to, function, args, kwargs, timeout, False)
+            outcome = start(self._agent)
         except Exception as error:
-            failed = Outcome()
-            failed.finish(None, error.with_traceback(None))
-            return failed
-        calls.append(call)
-        if keeps is not None:
-            call.keeps = keeps
-            if call.done:
-                call.keeps = None
-        if call.deadline:
-            # It is looked at also while this thread waits for another one.
-            self._rounds.note_deadline(call.deadline)
-        return call
+            outcome = Outcome()
+            outcome.finish(None, error.with_traceback(None))
+        if type(outcome) is PendingCall:
+            calls.append(outcome)
+            if outcome.deadline:
+                # It is looked at also while this thread waits for another one.
+                self._rounds.note_deadline(outcome.deadline)
+        return outcome
+
+    def begin_call(
+        self,
+        to: object,
+        function: Callable[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Outcome:
+        """Sends a call, for `call_all`, which alone may use this; see `call`."""
+        if is_idempotent(function):  # it may take several calls
+            return self.call_async(to, function, args, kwargs, timeout)._outcome
+        return self._start_call(to, function, args, kwargs, timeout, False)
 
     def call_async(
         self,
@@ -382,7 +389,7 @@ class Caller:
             own = own_names[function]
             label = labels[own](args)
             try:
-                return self._start_own(to, own, [*args], timeout, label, is_async)
+                return self.begin_own(to, own, [*args], timeout, label, is_async)
             except EncodeError:
                 pass  # as below then
         peer = self._network.find(to)

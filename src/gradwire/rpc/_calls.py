@@ -10,9 +10,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from gradwire._config import UNSET_TIMEOUT
 from gradwire.rpc._future import Future, Outcome
 from gradwire.rpc._signals import interruptible
 
@@ -20,22 +19,10 @@ if TYPE_CHECKING:
     from gradwire.rpc._interceptors import Note
     from gradwire.rpc._link import Link
 
-__all__ = ["CallTable", "Credits", "PendingCall", "Request"]
+__all__ = ["CallTable", "Credits", "PendingCall"]
 
 _NO_NOTES: Mapping[str, Note] = {}
 _LITTLE_PART, _SMALL_CALL_PART = 16, 256  # of the bound
-
-
-class Request(NamedTuple):
-    """A call that is to be made; see `Agent.call_all`."""
-
-    to: object
-    function: Callable[..., Any] | str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] | None = None
-    timeout: float = UNSET_TIMEOUT
-    keeps: object = None
-    """What must live until the answer is there."""
 
 
 class PendingCall(Outcome):

@@ -16,6 +16,7 @@ from gradwire._ids import WorkerInfo
 from gradwire.errors import (
     CallTimeout,
     DecodeError,
+    EncodeError,
     NotInitialized,
     OwnerLost,
     PeerLostError,
@@ -25,21 +26,23 @@ from gradwire.errors import (
 )
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
-from gradwire.rpc._calls import PendingCall, Request
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_peer
 from gradwire.rpc._exports import for_agents
-from gradwire.rpc._future import Eventually, Future, Later
+from gradwire.rpc._future import Eventually, Future, Later, Outcome
 from gradwire.rpc._interceptors import register_interceptor
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._rref_parts import Handle, Owned, User
 from gradwire.rpc._rref_service import FETCH, RefService
 from gradwire.rpc._signals import shielded
-from gradwire.rpc._targets import shown_as
+from gradwire.rpc._targets import own_names, shown_as
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
+from gradwire.wire import PLAIN_TYPES
 
 _LOOK_S = 0.5
 _TYPES_OF_ID = [int, int, int]
 _FETCHING = "to_here()"
+_shown_method = "the method {!r}".format
 
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
@@ -202,17 +205,16 @@ class RRef(Handle, Generic[T_co]):
     def _call_async(self, timeout: float, call: _Invocation) -> Any:
         agent = self._service.agent
         future = agent.call_async(self.owner(), *call, timeout)
-        self._outlive(future)
+        self._outlive(future._outcome)
         return future
 
     def _call_remote(self, timeout: float, call: _Invocation) -> Any:
         made: RRef[Any] = _create(self._service, self.owner(), *call, timeout)
-        self._outlive(made._creation)
+        self._outlive(made._creation._outcome)
         return made
 
-    def _outlive(self, future: Future[Any]) -> None:
+    def _outlive(self, call: Outcome) -> None:
         """The value must live until the call has found it."""
-        call = future._outcome
         if isinstance(call, PendingCall):
             call.keeps = self
             if call.done:
@@ -276,16 +278,17 @@ class _Proxy:
         return self._call(self._timeout, (invoke, arguments, kwargs or None))
 
 
-def method_request(
-    rref: RRef[Any], name: str, args: tuple[Any, ...] = (), timeout: float = 0
-) -> Request:
-    """A call of a method of a value, for `Agent.call_all`.
+def start_method(
+    rref: RRef[Any], name: str, args: tuple[Any, ...], timeout: float, agent: Agent
+) -> Outcome:
+    """Starts a call of a method of a value, for `Agent.call_all`.
 
     Args:
         rref: Refers to the value.
         name: The method.
         args: Its arguments.
         timeout: As in `gradwire.rpc.rpc_sync`.
+        agent: Who calls.
 
     Raises:
         OwnerLost: The owner is gone.
@@ -293,7 +296,7 @@ def method_request(
         Exception: What the function raised that should have made the value.
     """
     service = rref._service
-    if service.agent is not current_agent():
+    if service.agent is not agent:
         raise NotInitialized(
             f"{rref!r} belongs to worker {service.agent.info.name!r} as it was before its "
             "shutdown(); calls through it are no longer possible"
@@ -301,10 +304,25 @@ def method_request(
     ref = rref._ref
     if isinstance(ref, User):
         ref.check()
-        arguments = (*ref.id, name, *args)
-        return Request(ref.owner, invoke, arguments, None, timeout, rref)
-    own = (rref, name, *args)
-    return Request(service.agent.info, invoke_own, own, None, timeout, rref)
+        call = _start_invoke(ref, name, args, timeout, agent)
+    else:
+        own = (rref, name, *args)
+        call = agent.begin_call(agent.info, invoke_own, own, None, timeout)
+    rref._outlive(call)
+    return call
+
+
+def _start_invoke(
+    ref: User, name: str, args: tuple[Any, ...], timeout: float, agent: Agent
+) -> Outcome:
+    values = [*ref.id, name, *args]
+    if PLAIN_TYPES.issuperset(map(type, values)):
+        label = _shown_method(name)
+        try:
+            return agent.begin_own(ref.owner, _INVOKE, values, timeout, label)
+        except EncodeError:
+            pass  # too large for that
+    return agent.begin_call(ref.owner, invoke, tuple(values), None, timeout)
 
 
 @overload
@@ -423,7 +441,7 @@ def fetch(*rref: int) -> Any:
 
 
 @for_agents
-@shown_as(lambda args: f"the method {args[3]!r}")
+@shown_as(lambda args: _shown_method(args[3]))
 def invoke(
     created_on: int,
     incarnation: int,
@@ -439,8 +457,11 @@ def invoke(
     return _invoke_on(agent.targets.method(value, name, asker), args, kwargs)
 
 
+_INVOKE = own_names[invoke]
+
+
 @for_agents
-@shown_as(lambda args: f"the method {args[1]!r}")
+@shown_as(lambda args: _shown_method(args[1]))
 def invoke_own(rref: RRef[Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     """As `invoke`, for a call to oneself."""
     value = rref.local_value()

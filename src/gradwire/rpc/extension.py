@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gradwire.rpc._agent import Agent
 from gradwire.rpc._api import current_agent
-from gradwire.rpc._calls import PendingCall, Request
+from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent, serving_peer
 from gradwire.rpc._exports import for_agents, methods_for_agents
 from gradwire.rpc._future import Outcome
@@ -26,8 +26,8 @@ from gradwire.rpc._remote_exceptions import describe, rebuild
 from gradwire.rpc._rref import (
     CUT_OUTSIDE_CONTEXT,
     made_by,
-    method_request,
     set_backward,
+    start_method,
 )
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._targets import shown_as
@@ -43,14 +43,12 @@ __all__ = [
     "Outcome",
     "Peer",
     "PendingCall",
-    "Request",
     "Scope",
     "current_agent",
     "describe",
     "find_address",
     "for_agents",
     "made_by",
-    "method_request",
     "methods_for_agents",
     "num_cores",
     "rebuild",
@@ -61,4 +59,5 @@ __all__ = [
     "set_backward",
     "shielded",
     "shown_as",
+    "start_method",
 ]
