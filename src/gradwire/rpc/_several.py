@@ -8,15 +8,21 @@ brought, a look (see `_watch`) may take any of them away, since none is read.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._link import MOST_PASSED_ON, SLICE_S, Link
 from gradwire.rpc._signals import interruptible
 from gradwire.rpc._spin import Ready, SpinGauge, readiness
-from gradwire.rpc._turn import Turn, let_others_read, set_turn
+from gradwire.rpc._turn import Turn, let_others_read, this_thread
 
 __all__ = ["Reading", "read_several"]
+
+_MOST_KEPT = 64
+# What waits for several connections, by their descriptors, of which it knows nothing but
+# the numbers. Who waits takes it out: a signal handler may call the same workers meanwhile,
+# and give the turns to a thread that does.
+_kept: dict[tuple[int, ...], Callable[[float], Ready]] = {}
 
 
 class Reading:
@@ -70,51 +76,64 @@ def read_several(readings: Sequence[Reading], limit: float) -> None:
             own.append(reading)
     if not own:
         return
-    set_turn(siblings[0])
+    this_thread.turn = siblings[0]
     try:
-        _read_until_done(own, limit)
+        _read_until_done(own, siblings, limit)
     finally:
-        set_turn(None)
-        siblings.clear()  # they know each other, and the collector need not come
         for reading in own:
-            reading.link.leave_callers_turn(reading.turn, reading.calls_there)
+            _leave(reading, siblings)
 
 
-def _read_until_done(readings: list[Reading], limit: float) -> None:
+def _leave(reading: Reading, siblings: list[Turn]) -> None:
+    """Ends a turn, of which nobody knows then: so the next caller may get it again."""
+    turn = reading.turn
+    siblings.remove(turn)
+    turn.siblings = ()
+    this_thread.turn = siblings[0] if siblings else None
+    reading.link.leave_callers_turn(turn, reading.calls_there)
+
+
+def _read_until_done(
+    readings: list[Reading], siblings: list[Turn], limit: float
+) -> None:
     """Those that are over are left, and taken out of the list."""
     num_left = MOST_PASSED_ON
     while True:
         first = readings[0]
         gauge = first.link.gauge_of(first.calls[-1].target)
-        ready = interruptible(_wait, readings, gauge, limit)
+        ready = dict(interruptible(_wait, readings, gauge, limit))
         for reading in readings:
             # If nothing is ready, all: some of it may have been read with a handshake.
-            if not ready or any(reading.link.fileno == fileno for fileno, _ in ready):
+            if not ready or reading.link.fileno in ready:
                 num_left -= reading.link.read_as_sibling(reading.turn)
         for reading in readings[:]:
             if not reading.goes_on():
                 readings.remove(reading)
-                reading.link.leave_callers_turn(reading.turn, reading.calls_there)
+                _leave(reading, siblings)
         if not readings or num_left <= 0 or (limit and time.monotonic() >= limit):
             return
 
 
 def _wait(readings: list[Reading], gauge: SpinGauge, limit: float) -> Ready:
     """Waits until there is something to read anywhere, for a while; see `Link`."""
-    # Of its own: a signal handler may call, and give the turn to a thread that waits with
-    # what the link has for that, while this one is still in there.
-    is_ready = readiness(*[reading.link.fileno for reading in readings])
     start = time.perf_counter()
     may_spin = True
+    filenos: tuple[int, ...] = ()
     for reading in readings:
         if reading.calls[-1].done:  # whoever has read before us has seen to it
             return []
-        if reading.link.num_waiting:
+        link = reading.link
+        if link.num_waiting:
             may_spin = False
-    if may_spin and (ready := gauge.spin(is_ready)):
-        return ready
-    let_others_read()
-    left = limit - time.monotonic() if limit else SLICE_S
-    ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
-    gauge.note(time.perf_counter() - start)
+        filenos += (link.fileno,)
+    is_ready = _kept.pop(filenos, None) or readiness(*filenos)
+    ready = gauge.spin(is_ready) if may_spin else None
+    if not ready:
+        let_others_read()
+        left = limit - time.monotonic() if limit else SLICE_S
+        ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
+        gauge.note(time.perf_counter() - start)
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    _kept[filenos] = is_ready
     return ready

@@ -77,11 +77,11 @@ class Waiting:
         readings: dict[Link, Reading] = {}
         limit = 0.0
         for call in calls:
-            link = call.link
             if call.done:
                 continue
-            if link in readings:
-                readings[link].calls.append(call)
+            link = call.link
+            if (reading := readings.get(link)) is not None:
+                reading.calls.append(call)
             else:
                 peer = self._network.peer_of(link)
                 # Whoever waits for it alone says what is wrong.

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from gradwire.rpc import _several
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._several import Reading, read_several
-from gradwire.rpc._turn import about_to_block, current_turn
+from gradwire.rpc._spin import readiness
+from gradwire.rpc._turn import Turn, about_to_block, current_turn
 from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
 
@@ -145,6 +147,83 @@ def test_wait_of_another_kind_gives_all_turns_away(peers):
     read_several(peers.readings, time.monotonic() + LIMIT_S)
 
     assert peers.answered()[1]
+
+
+def test_turns_are_used_again(peers):
+    peers.answer(0, 1, 2)
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+    turns = [reading.turn for reading in peers.readings]
+
+    assert [turn.siblings for turn in turns] == [()] * 3
+    again = [reading.link.take_callers_turn() for reading in peers.readings]
+    assert again == turns
+
+
+def test_turn_that_was_left_is_not_ended_by_those_that_are_read_still(peers):
+    first, second, _ = peers.readings
+    taken: list[Turn | None] = []
+
+    def wait_elsewhere() -> None:
+        """By then the first one has been left, and somebody else has taken it."""
+        if second.turn.siblings[0] is not first.turn:
+            taken.append(first.link.take_callers_turn())
+            about_to_block()
+
+    peers.owner.on_answer = wait_elsewhere
+    peers.answer(0)
+    threading.Timer(0.05, peers.answer, (2,)).start()
+
+    read_several(peers.readings, time.monotonic() + LIMIT_S)
+
+    assert taken == [first.turn]
+    assert not first.turn.is_over
+    assert second.turn.is_over
+
+
+def test_what_waits_is_kept_for_the_next(peers, monkeypatch):
+    made: list[tuple[int, ...]] = []
+
+    def make(*filenos: int) -> Any:
+        made.append(filenos)
+        return readiness(*filenos)
+
+    monkeypatch.setattr(_several, "_kept", {})
+    monkeypatch.setattr(_several, "readiness", make)
+    read_several(peers.readings, in_a_moment())
+    read_several(peers.readings, in_a_moment())
+
+    assert made == [tuple(reading.link.fileno for reading in peers.readings)]
+
+
+def test_what_waits_is_for_one_at_a_time(peers, monkeypatch):
+    """A signal handler may give the turns away to a thread that waits for the same."""
+    made: list[Any] = []
+
+    def make(*filenos: int) -> Any:
+        is_ready = readiness(*filenos)
+
+        def look(ms: float) -> Any:
+            if len(made) == 1:
+                about_to_block()
+                read_on_another_thread(peers)
+            return is_ready(ms)
+
+        made.append(look)
+        return look
+
+    monkeypatch.setattr(_several, "_kept", {})
+    monkeypatch.setattr(_several, "readiness", make)
+
+    read_several(peers.readings, in_a_moment())
+
+    assert len(made) == 2
+
+
+def read_on_another_thread(peers: Peers) -> None:
+    readings = [Reading(r.link, r.calls[0], r.calls_there) for r in peers.readings]
+    thread = threading.Thread(target=read_several, args=(readings, in_a_moment()))
+    thread.start()
+    thread.join()
 
 
 def test_reading_is_left_to_those_who_serve_if_there_is_much_to_serve(peers):
