@@ -532,7 +532,7 @@ def _value_of(agent: Agent, asker: Peer | None, rref: tuple[int, ...]) -> Any:
     while not (outcome.done or outcome.wait(_LOOK_S)):
         if asker is not None and asker.fate is not None:
             raise asker.error()
-    return outcome.result()
+    return outcome.value if outcome.error is None else outcome.result()
 
 
 def _find(agent: Agent, rref: tuple[int, ...]) -> Owned:

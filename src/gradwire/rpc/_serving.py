@@ -37,15 +37,16 @@ from gradwire.rpc._log import log as _log
 from gradwire.rpc._lookups import Lookups
 from gradwire.rpc._packing import PeerPacker
 from gradwire.rpc._peer import Peer
+from gradwire.rpc._targets import own_functions
 from gradwire.rpc._torch_modes import Modes
 from gradwire.rpc._turn import (
     about_to_block,
     about_to_compute,
-    current_turn,
     let_others_read,
+    this_thread,
 )
 from gradwire.rpc.functions import ASYNC_ATTRIBUTE
-from gradwire.transport import Frame, Ticket
+from gradwire.transport import Frame
 from gradwire.wire import (
     Call,
     Failure,
@@ -82,6 +83,7 @@ class Server:
 
     def __init__(self, agent: Agent, interceptors: tuple[Interceptor, ...]) -> None:
         self._agent = agent
+        self._departure = agent.departure
         self._interceptors = interceptors
         self._loop = EventLoop(agent.info.name, agent.pool.submit)
         # Guards the next two, and `Peer.held`; every thread that serves.
@@ -91,10 +93,9 @@ class Server:
         self._max_bytes = agent.limits.nbytes
         self._max_calls = agent.limits.calls
         self._lookups = Lookups(interceptors, agent.limits.calls)
-        # How often in a row each function took long. Written without a lock: of two
-        # values at the same time, either is good enough.
-        self._times_slow: dict[str | None, int] = {}
-        self._times_busy: dict[str | None, int] = {}
+        # The functions that took long the last time. Written without a lock: of two values
+        # at the same time, either is good enough.
+        self._long: dict[str | None, _Long] = {}
         self._times_busy_for: dict[int, int] = {}  # by worker: with other work
 
     @property
@@ -123,16 +124,6 @@ class Server:
                 r for r in self._active if r.peer is not peer or not r.is_waiting
             }
 
-    def _make_way(self, target: str | None) -> None:
-        """Lets others go on, before something that takes so long that they should.
-
-        Once or twice proves nothing: the thread may have been kept from running.
-        """
-        if self._times_slow.get(target, 0) >= _SLOW_TIMES:
-            about_to_block()
-        elif self._times_busy.get(target, 0) >= _SLOW_TIMES:
-            about_to_compute()
-
     def serve(  # noqa: PLR0912, PLR0915 - written out: each step costs each call
         self, link: Link, peer: Peer, call: Call, frame: Frame
     ) -> None:
@@ -144,19 +135,21 @@ class Server:
             call: The call.
             frame: Its frame.
         """
-        look_up = self._lookups.by_target.get(call.target)
+        target, style = call.target, call.style
+        look_up = self._lookups.by_target.get(target)
         if look_up is not None and self._lookups.serve(
             look_up, link, peer, call, frame
         ):
             return
-        if self._times_slow or self._times_busy:
-            self._make_way(call.target)
+        long = self._long.get(target)
+        if long is not None:
+            long.make_way()
         agent = self._agent
-        counts = not (call.target or "").startswith(INTERNAL_PREFIX)
+        counts = target is None or not target.startswith(INTERNAL_PREFIX)
         nbytes = len(frame.head)
         for storage in frame.buffers:
             nbytes += storage.nbytes()
-        request = _Request(self, link, peer, call.id, call.target, counts, nbytes)
+        request = _Request(self, link, peer, call.id, target, counts, nbytes)
         held = peer.held
         with self._lock:
             if counts:
@@ -173,7 +166,7 @@ class Server:
         deadline = call.deadline - link.clock_offset if call.deadline else 0.0
         if deadline and time.monotonic() >= deadline:
             late = CallTimeout(
-                f"the deadline of a call to {call.target or 'a function'} had passed "
+                f"the deadline of a call to {target or 'a function'} had passed "
                 f"when worker {agent.info.name!r} came to it; it was not run",
                 worker=agent.info.name,
             )
@@ -182,17 +175,19 @@ class Server:
             return
         try:
             # First of all: what may not be called must not even be decoded.
-            function = self._find(peer, call)
+            function = own_functions.get(target) if style == POSITIONAL else None
+            if function is None:
+                function = self._find(peer, call)
             value, tensors = decode_value(
                 call,
                 frame.head,
                 frame.buffers,
-                agent.packing.unpacker(peer),
+                peer.unpack or agent.packing.unpacker(peer),
                 agent.serializer,
             )
             if function is None:
                 function, args, kwargs = value
-            elif call.style == POSITIONAL and type(value) is tuple:
+            elif style == POSITIONAL and type(value) is tuple:
                 args, kwargs = value, {}
             else:
                 args, kwargs = self._unpack(call, value)
@@ -202,14 +197,14 @@ class Server:
             request.fail(error)
             return
         try:
-            has_any = bool(call.headers and tensors)
-            tracked = tracked_tensors(call, tensors) if has_any else []
+            headers = call.headers
+            tracked = tracked_tensors(call, tensors) if headers and tensors else []
             del tensors
             for interceptor in interceptors:
-                header = call.headers.get(interceptor.name) if call.headers else None
+                header = headers.get(interceptor.name) if headers else None
                 if header is None and not interceptor.sees_all_calls:
                     continue
-                label = call.target or repr(function)
+                label = target or repr(function)
                 request.add_scope(
                     interceptor.name,
                     interceptor.received_call(peer, call.id, label, header, tracked),
@@ -221,8 +216,7 @@ class Server:
         frame.buffers.clear()  # the arguments alone keep their memory now
         context = contextvars.copy_context()
         # That clock costs something: only where it may turn out that it matters.
-        is_suspect = call.target in self._times_busy
-        before_s = time.thread_time() if is_suspect else 0.0
+        before_s = 0.0 if long is None else time.thread_time()
         start = time.perf_counter()
         try:
             result = context.run(self._run, request, function, args, kwargs)
@@ -231,13 +225,16 @@ class Server:
             request.fail(error)
             return
         finally:
-            let_others_read()
+            if this_thread.unread is not None:
+                let_others_read()
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)  # a handler switched it off and went away
         took_s = time.perf_counter() - start
         request.was_quick = took_s < _QUICK_S
-        if took_s > _BUSY_S or self._times_slow or self._times_busy:
-            self._note_times(call.target, took_s, before_s)
+        if took_s > _BUSY_S:
+            self._long.setdefault(target, _Long()).note(took_s, before_s)
+        elif long is not None:
+            self._long.pop(target, None)
         # The arguments die before the answer goes: memory that the caller lent is then
         # returned in the same write.
         del args, kwargs
@@ -261,20 +258,6 @@ class Server:
             request.succeed_later(result.future, function)
         else:
             request.succeed_later(result, function)
-
-    def _note_times(self, target: str | None, took_s: float, before_s: float) -> None:
-        """Notes how long a function took, and if it is suspected to be busy, how busy."""
-        if took_s > _SLOW_S:
-            self._times_slow[target] = self._times_slow.get(target, 0) + 1
-        elif self._times_slow:
-            self._times_slow.pop(target, None)
-        # Busy by the processor's time: one that was kept from running need not make way.
-        if took_s > _BUSY_S:
-            is_busy = before_s and time.thread_time() - before_s > _BUSY_S
-            times = self._times_busy.get(target, 0) + 1 if is_busy else 0
-            self._times_busy[target] = times
-        elif self._times_busy:
-            self._times_busy.pop(target, None)
 
     def run_work(self, work: Callable[[], None], peer: Peer) -> None:
         """Runs what a message has set off that is no call."""
@@ -378,11 +361,43 @@ class Server:
                 return
             self._active.discard(request)
             self._num_run += 1
-        self._agent.departure.check()
+        if self._departure.reports:
+            self._departure.check()
 
     def close(self, timeout_s: float) -> None:
         """Ends the event loop of coroutine targets, if one was needed."""
         self._loop.close(timeout_s)
+
+
+class _Long:
+    """A function that took long the last time: how often in a row it did."""
+
+    __slots__ = ("_times_busy", "_times_slow")
+
+    def __init__(self) -> None:
+        self._times_slow = self._times_busy = 0
+
+    def make_way(self) -> None:
+        """Lets others go on, before something that takes so long that they should.
+
+        Once or twice proves nothing: the thread may have been kept from running.
+        """
+        if self._times_slow >= _SLOW_TIMES:
+            about_to_block()
+        elif self._times_busy >= _SLOW_TIMES:
+            about_to_compute()
+
+    def note(self, took_s: float, before_s: float) -> None:
+        """It took long again.
+
+        Args:
+            took_s: How long.
+            before_s: The thread's time when it began; 0 if it was not suspected then.
+        """
+        self._times_slow = self._times_slow + 1 if took_s > _SLOW_S else 0
+        # Busy by the processor's time: one that was kept from running need not make way.
+        is_busy = before_s and time.thread_time() - before_s > _BUSY_S
+        self._times_busy = self._times_busy + 1 if is_busy else 0
 
 
 class _Request:
@@ -457,7 +472,7 @@ class _Request:
         if self._keeper is not None:
             self._keep(value, None)
             value = None
-            turn = current_turn()
+            turn = this_thread.turn
             if turn is not None and turn.link is self._link and not turn.is_callers:
                 # The caller goes on already, and may wait for what it asks next.
                 self._link.put_off(turn, functools.partial(self.succeed, None))
@@ -551,8 +566,28 @@ class _Request:
             self.succeed(value)
 
     def _send(self, outgoing: Outgoing) -> None:
+        link, ticket = self._link, None
         try:
-            ticket = self._write(outgoing)
+            turn = this_thread.turn
+            # More requests follow in this turn: their answers leave together, unless that
+            # takes longer than a write does.
+            hold = (
+                self.was_quick
+                and turn is not None
+                and turn.link is link
+                and bool(turn.rest or turn.put_off)
+            )
+            try:
+                ticket = link.send(outgoing.head, outgoing.buffers, hold=hold)
+            except TransportError:
+                _log.debug(
+                    "the caller is gone; the answer to call %d is dropped", self._id
+                )
+            except GradwireError as error:  # over a limit
+                self._fail_scopes(error)
+                refusal = self._encode_failure(error)
+                with contextlib.suppress(TransportError):
+                    link.send(refusal.head)
             for _, scope in self.scopes:
                 scope.sent()
             if ticket is not None:
@@ -562,24 +597,3 @@ class _Request:
                     ticket.detach()
         finally:
             self._server.finished(self)
-
-    def _write(self, outgoing: Outgoing) -> Ticket | None:
-        try:
-            turn = current_turn()
-            # More requests follow in this turn: their answers leave together, unless that
-            # takes longer than a write does.
-            hold = (
-                self.was_quick
-                and turn is not None
-                and turn.link is self._link
-                and bool(turn.rest or turn.put_off)
-            )
-            return self._link.send(outgoing.head, outgoing.buffers, hold=hold)
-        except TransportError:
-            _log.debug("the caller is gone; the answer to call %d is dropped", self._id)
-        except GradwireError as error:  # over a limit
-            self._fail_scopes(error)
-            refusal = self._encode_failure(error)
-            with contextlib.suppress(TransportError):
-                self._link.send(refusal.head)
-        return None

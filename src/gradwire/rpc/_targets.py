@@ -16,6 +16,7 @@ __all__ = [
     "ExportedTargets",
     "Targets",
     "labels",
+    "own_functions",
     "own_names",
     "shown_as",
 ]
@@ -26,10 +27,14 @@ labels: dict[str, Callable[[tuple[Any, ...]], str]] = {}
 """By name of a function of gradwire itself: what its calls are for people."""
 own_names: dict[Callable[..., Any], str] = {}
 """The names of these functions, which nobody replaces by others."""
+own_functions: dict[str | None, Callable[..., Any]] = {}
+"""What these names stand for, on every worker and for every peer."""
 
 
 def shown_as(label: Callable[[tuple[Any, ...]], str]) -> Callable[[F], F]:
     """Has messages say what a call is about, instead of a name that no program has used.
+
+    The function must be one for agents (see `for_agents`), which all may call.
 
     Args:
         label: Makes that of the arguments.
@@ -37,7 +42,7 @@ def shown_as(label: Callable[[tuple[Any, ...]], str]) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         name = f"{function.__module__}:{function.__name__}"
-        labels[name], own_names[function] = label, name
+        labels[name], own_names[function], own_functions[name] = label, name, function
         return function
 
     return decorate
