@@ -538,7 +538,8 @@ def _value_of(agent: Agent, asker: Peer | None, rref: tuple[int, ...]) -> Any:
 def _find(agent: Agent, rref: tuple[int, ...]) -> Owned:
     if [*map(type, rref)] != _TYPES_OF_ID:
         raise DecodeError("the id of an RRef must be three ints")
-    return _service_of(agent).find(tuple(rref))
+    owned: Owned = agent.layers[_Service].find(tuple(rref))
+    return owned
 
 
 def made_by(rref: RRef[Any]) -> int:

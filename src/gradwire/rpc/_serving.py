@@ -85,6 +85,7 @@ class Server:
         self._agent = agent
         self._departure = agent.departure
         self._interceptors = interceptors
+        self._of_all_calls = tuple(i for i in interceptors if i.sees_all_calls)
         self._loop = EventLoop(agent.info.name, agent.pool.submit)
         # Guards the next two, and `Peer.held`; every thread that serves.
         self._lock = threading.Lock()
@@ -156,7 +157,9 @@ class Server:
                 self._active.add(request)
             held.calls += 1
             held.nbytes += nbytes
-        interceptors = self._interceptors if counts else ()
+        interceptors, of_all_calls = self._interceptors, self._of_all_calls
+        if not counts:
+            interceptors = of_all_calls = ()
         num_queued = link.connection.num_queued
         if held.nbytes > self._max_bytes or held.calls + num_queued > self._max_calls:
             over = agent.limits.over_requests(held, num_queued, peer.info.name)
@@ -200,7 +203,7 @@ class Server:
             headers = call.headers
             tracked = tracked_tensors(call, tensors) if headers and tensors else []
             del tensors
-            for interceptor in interceptors:
+            for interceptor in interceptors if headers else of_all_calls:
                 header = headers.get(interceptor.name) if headers else None
                 if header is None and not interceptor.sees_all_calls:
                     continue

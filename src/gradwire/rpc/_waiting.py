@@ -73,7 +73,6 @@ class Waiting:
         """
         if this_thread.turn is not None or not thread_state_is_clean():
             return
-        me = threading.get_ident()
         readings: dict[Link, Reading] = {}
         limit = 0.0
         for call in calls:
@@ -84,9 +83,9 @@ class Waiting:
                 reading.calls.append(call)
             else:
                 peer = self._network.peer_of(link)
-                # Whoever waits for it alone says what is wrong.
-                if peer is None or link.connection.writer == me:
-                    return
+                writer = link.connection.writer
+                if peer is None or (writer and writer == threading.get_ident()):
+                    return  # whoever waits for it alone says what is wrong
                 if link.holds:
                     link.flush()
                 readings[link] = Reading(link, call, peer.calls)
