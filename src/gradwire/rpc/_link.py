@@ -290,14 +290,11 @@ class Link:
             work()
         return True
 
-    def end_turn(
-        self, turn: Turn, *, later: bool = False, if_since: float | None = None
-    ) -> bool:
+    def end_turn(self, turn: Turn, *, if_since: float | None = None) -> bool:
         """Lets other threads read, and serve what the turn has not begun. Idempotent.
 
         Args:
             turn: The turn.
-            later: Whoever had it will be back very soon; if not, `check_turn` arms.
             if_since: Only if it still serves what it began to serve then.
 
         Returns:
@@ -312,8 +309,12 @@ class Link:
                 turn.is_over = False
                 return False
             self._reader = self._turn = None
-            if not later:
-                self._arm(read=True)
+            self._arm(read=True)
+        self._after_turn(turn)
+        return True
+
+    def _after_turn(self, turn: Turn) -> None:
+        """Leaves to others what a turn that is over has not done."""
         if turn.rest:
             self._submit(_take_all(turn.rest))
         if turn.put_off:
@@ -323,7 +324,6 @@ class Link:
         if self.connection.end is not None:
             # No event will tell of it; and it may run foreign code.
             self._pool.submit(self.end_if_over)
-        return True
 
     def read_by_others(self) -> None:
         """Whoever left the link unread does not come back to it soon."""
@@ -437,8 +437,15 @@ class Link:
         if self._num_not_left and later and self._pool.is_pool_thread:
             self._num_not_left -= 1
             later = False
-        if not self.end_turn(turn, later=later):
-            return
+        with self._lock:  # as in `end_turn`; if later, `check_turn` arms
+            if turn.is_over:
+                return
+            turn.is_over = True
+            self._reader = self._turn = None
+            if not later:
+                self._arm(read=True)
+        if turn.rest or turn.put_off or self.holds or self.connection.end is not None:
+            self._after_turn(turn)
         if later:
             leave_unread(self)
             if not turn.serving_since:  # else a look is due: it was put off since then

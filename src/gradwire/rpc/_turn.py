@@ -67,6 +67,7 @@ class Turn:
     """One thread's turn. Its `Link` guards the fields, all but ``rest``."""
 
     __slots__ = (
+        "has_blocked",
         "is_callers",
         "is_over",
         "link",
@@ -82,6 +83,7 @@ class Turn:
         self.thread = threading.get_ident()
         self.is_callers = is_callers  # its thread waits in the middle of something else
         self.is_over = False
+        self.has_blocked = False  # its thread has called `about_to_block`
         self.serving_since = 0.0  # 0: it reads or waits, which never takes long
         # Frames that were read and not handled, the next one last. Both the turn's thread
         # and whoever ends the turn take from it.
@@ -163,9 +165,13 @@ def about_to_block() -> None:
     """To be called before any other wait that may last."""
     turn = this_thread.turn
     if turn is not None:
+        if turn.has_blocked:
+            return  # it is over, and its thread leads no more until it is back
         turn.link.end_turn(turn)
         for sibling in turn.siblings:
             sibling.link.end_turn(sibling)
     resign = this_thread.resign
     if resign is not None:
         resign()
+    if turn is not None:
+        turn.has_blocked = True

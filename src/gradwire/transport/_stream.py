@@ -434,13 +434,41 @@ class StreamConnection(Connection):
     def receive(self) -> list[Frame]:
         self.is_drained = False
         if (
-            not (self._stop or self._inbox)
-            and self._bulk is None
-            and self._long is None
+            self._stop
+            or self._inbox
+            or self._bulk is not None
+            or self._long is not None
         ):
-            frame = self._read_frame()
-            if frame is not None:
+            return self._receive_rest()
+        # Nothing is left of earlier reads. Mostly one whole frame comes, without buffers:
+        # it is returned at once. Whatever else was read is left to be parsed.
+        view, whole_read = self._view, self._whole_read
+        if whole_read is None:
+            count = self._read(view)
+        else:  # as `_read` does, written out for the case that nothing special happens
+            try:
+                ((count, ancillary, flags, _),) = map(*whole_read)
+                self._stop = count
+                if ancillary or not count or flags & _TRUNCATED:
+                    self._note_what_came(count, ancillary, flags)
+            except OSError as error:
+                self._note_failed_read(error)
+                count = 0
+            self.bytes_received += count
+        if count < self._capacity and not self._descriptors:
+            self.is_drained = True
+            head_bytes = count - _HEADER_BYTES
+            is_whole = _unpack_header(view) == (head_bytes, 0, _DATA, _MARK)
+            if is_whole and head_bytes <= self._max_head_bytes:
+                frame = Frame(view[_HEADER_BYTES:count].tobytes(), [])
+                # No call behind this: see `_take_frame`.
+                self._stop = 0
+                self._frames_received += 1
                 return [frame]
+        return self._receive_rest()
+
+    def _receive_rest(self) -> list[Frame]:
+        """Parses what was read, and reads on until nothing more comes."""
         while True:
             self._parse_small()
             if (
@@ -466,36 +494,6 @@ class StreamConnection(Connection):
         frames, self._inbox = self._inbox, []
         self._frames_received += len(frames)
         return frames
-
-    def _read_frame(self) -> Frame | None:
-        """Reads, with nothing left of earlier reads: mostly one whole frame, no buffers.
-
-        Then it is returned. Whatever else was read is left to be parsed.
-        """
-        view, whole_read = self._view, self._whole_read
-        if whole_read is None:
-            count = self._read(view)
-        else:  # as `_read` does, written out for the case that nothing special happens
-            try:
-                ((count, ancillary, flags, _),) = map(*whole_read)
-                self._stop = count
-                if ancillary or not count or flags & _TRUNCATED:
-                    self._note_what_came(count, ancillary, flags)
-            except OSError as error:
-                self._note_failed_read(error)
-                count = 0
-            self.bytes_received += count
-        if count < self._capacity and not self._descriptors:
-            self.is_drained = True
-            head_bytes = count - _HEADER_BYTES
-            is_whole = _unpack_header(view) == (head_bytes, 0, _DATA, _MARK)
-            if is_whole and head_bytes <= self._max_head_bytes:
-                frame = Frame(view[_HEADER_BYTES:count].tobytes(), [])
-                # No call behind this: see `_take_frame`.
-                self._stop = 0
-                self._frames_received += 1
-                return frame
-        return None
 
     def _target(self) -> memoryview:
         """Where the next bytes belong."""

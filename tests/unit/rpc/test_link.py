@@ -17,7 +17,13 @@ from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._pool import WorkerPool
 from gradwire.rpc._spin import SpinGauge
-from gradwire.rpc._turn import Turn, about_to_block, current_turn
+from gradwire.rpc._turn import (
+    Turn,
+    about_to_block,
+    current_turn,
+    set_turn,
+    this_thread,
+)
 from gradwire.transport import Frame, Limits
 from gradwire.transport._stream import StreamConnection
 
@@ -716,6 +722,29 @@ def _put_off_more_when_the_turn_is_over(owner: PuttingOff) -> None:
     about_to_block()
     turn.link.put_off(turn, functools.partial(owner.done.put, "late"))
     owner.seen_by_who_blocks.put({owner.done.get(timeout=LIMIT_S) for _ in range(3)})
+
+
+def test_turn_is_ended_by_the_first_wait_of_its_thread(idle_link, monkeypatch):
+    """And what the thread leads: it cannot begin to lead again before the turn is over."""
+    ends: list[Turn] = []
+    monkeypatch.setattr(idle_link, "end_turn", ends.append)
+    resigned: list[None] = []
+    monkeypatch.setattr(this_thread, "resign", lambda: resigned.append(None))
+    turns = [Turn(idle_link), Turn(idle_link)]
+
+    try:
+        for turn in turns:
+            set_turn(turn)
+            about_to_block()
+            about_to_block()
+    finally:
+        set_turn(None)
+
+    assert ends == turns
+    assert len(resigned) == 2
+    about_to_block()
+    about_to_block()
+    assert len(resigned) == 4  # there is no turn that could tell
 
 
 @pytest.mark.parametrize("putting_off", [_serve_what_came_meanwhile], indirect=True)
