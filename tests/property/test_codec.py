@@ -18,6 +18,7 @@ from gradwire.wire import (
     Heartbeat,
     Reply,
     decode_control,
+    decode_small,
     decode_value,
     describe_small,
     encode,
@@ -304,6 +305,7 @@ SAMPLES = [
 def test_tampered_head_raises_only_our_errors(data):
     outgoing = data.draw(st.sampled_from(SAMPLES))
     head = bytearray(outgoing.head)
+    small = None
     for _ in range(data.draw(st.integers(1, 4))):
         position = data.draw(st.integers(0, len(head) - 1))
         action = data.draw(st.sampled_from(["set", "cut", "insert"]))
@@ -315,11 +317,17 @@ def test_tampered_head_raises_only_our_errors(data):
             head[position:position] = data.draw(st.binary(max_size=3))
     try:
         message, _ = decode_control(bytes(head))
-        _, tensors = decode_value(
+        body = getattr(message, "body", None)
+        if body is not None and not outgoing.buffers:
+            small = decode_small(body, bytes(head))
+        value, tensors = decode_value(
             message, bytes(head), receive(outgoing.buffers), serializer=PICKLE
         )
     except (DecodeError, ProtocolError):
+        assert small is None
         return
+    if small is not None:
+        assert_same_tensor(small[0], value)
     for tensor in tensors:
         parts = [tensor._values()] if tensor.is_sparse else [tensor]
         for part in parts:

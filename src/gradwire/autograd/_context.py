@@ -177,13 +177,13 @@ class Side:
 
         From one call to the next it is the same, until a pass begins.
         """
-        with self.lock:
-            state, introduction = self.state, self._introduction
-            if introduction is not None and peer in state.known:
-                after, is_into_grad, addition = introduction
-                # What was consumed there changes only with the pass.
-                if after is state.begun and is_into_grad is self.into_grad:
-                    return addition
+        state, introduction = self.state, self._introduction
+        # Without the lock: what changes right now might as well change a moment later. What
+        # was consumed there changes only with the pass.
+        if introduction is not None and peer in state.known:
+            after, is_into_grad, addition = introduction
+            if after is state.begun and is_into_grad is self.into_grad:
+                return addition
         header = CallHeader(0)
         self.describe_call(peer, header)
         addition = Addition(encode_header(header))
@@ -281,13 +281,17 @@ class Side:
         made_in: TaskWatch | None = None,
         function: str = "",
         may_wait: bool = False,
+        is_clean: bool = False,
     ) -> list[TellNone]:
         """A message arrived: gives its tensors their history. Returns what to answer."""
         with self.lock:
             state = self.state
-            if after is not None or peer not in state.known:
+            since = None
+            if after is not None:
+                since = PassId(*after)
                 self.join(peer, after)
-            since = None if after is None else PassId(*after)
+            elif peer not in state.known:
+                self.join(peer, None)
             event, is_stale, answers = state.record_recv(peer, number, since)
             message = ReceivedMessage(
                 self.mark,
@@ -305,7 +309,13 @@ class Side:
             # Of leaves, and nothing was sent before: then it has nobody to come before.
             is_apart = may_wait and not self.num_sends and not self.holds_weakly
             tail = (CHAIN_END,) if is_apart else self._live_tail()
-            token = record(apply_recv, message, tensors, self.holds_weakly, *tail)[-1]
+            if is_clean and not self.holds_weakly and torch.is_grad_enabled():
+                # As `record` does: nothing is saved, so that who saves does not matter.
+                token = apply_recv(message, tensors, False, *tail)[-1]
+            else:
+                token = record(apply_recv, message, tensors, self.holds_weakly, *tail)[
+                    -1
+                ]
             node = weakref.ref(token.grad_fn)
             if is_apart:
                 self._tail.append(token)

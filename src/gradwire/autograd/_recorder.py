@@ -179,17 +179,17 @@ class Recorder(Interceptor):
                 return cut_call(label, [], set(), autocast, is_reference=False)
             if autocast is None:
                 return None
-        note = _PlainNote(side)
         if side is not None and side.run is not None:
             exchange.tell_held(side)  # as in `sending_call`
         if side is not None and is_grad_enabled and autocast is None:
-            note.addition = side.introduce(peer.info.id)
+            addition = side.introduce(peer.info.id)
         else:
             flags = 0 if is_grad_enabled else NOT_RECORDED
             header = CallHeader(flags, autocast=autocast)
             if side is not None:
                 side.describe_call(peer.info.id, header)
-            note.addition = Addition(encode_header(header))
+            addition = Addition(encode_header(header))
+        note = _PlainNote(side, addition)
         if side is not None:
             side.calls[note] = current_handler.get()
         return note
@@ -215,6 +215,7 @@ class Recorder(Interceptor):
         note: Note | None,
         header: bytes | None,
         tracked: list[Tensor],
+        is_clean: bool = False,
     ) -> None:
         """See `Interceptor`."""
         exchange = self.exchange
@@ -258,6 +259,7 @@ class Recorder(Interceptor):
             made_in=made_in,
             function=label,
             may_wait=reply.is_of_leaves,
+            is_clean=is_clean,
         )
         if answers:
             exchange.telling.perform(side, None, answers)
@@ -433,9 +435,9 @@ class _PlainNote(Note):
 
     __slots__ = ("made_in", "side")
 
-    def __init__(self, side: Side | None) -> None:
+    def __init__(self, side: Side | None, addition: Addition = NOTHING) -> None:
         # As `Note` does, written out: each call in a context makes one.
-        self.addition = NOTHING
+        self.addition = addition
         self.call = None
         self.side = side
         is_made_in_backward = current_task() != NO_TASK

@@ -52,7 +52,7 @@ from gradwire.rpc._signals import interruptible, may_be_of_a_signal, shielded
 from gradwire.rpc._targets import labels, own_names
 from gradwire.rpc._turn import current_turn
 from gradwire.rpc._waiting import Waiting
-from gradwire.transport import Frame
+from gradwire.transport import Frame, Ticket
 from gradwire.wire import (
     FLAT_TUPLE,
     NO_VALUE,
@@ -62,6 +62,7 @@ from gradwire.wire import (
     Message,
     Outgoing,
     Reply,
+    decode_small,
     decode_value,
     encode,
     plain_body,
@@ -428,7 +429,7 @@ class Caller:
             link, peer, message, label, outgoing, notes, is_async, not is_internal
         )
 
-    def _begin(
+    def _begin(  # noqa: PLR0912 - written out: each step costs each call
         self,
         link: Link,
         peer: Peer,
@@ -439,24 +440,60 @@ class Caller:
         is_async: bool,
         counts: bool = True,
     ) -> PendingCall:
-        """Waits for credit if need be, and sends a call that is encoded."""
+        """Waits for credit if need be, enters a call that is encoded, and sends it.
+
+        If the peer is gone, the call that is returned has failed.
+        """
         call: PendingCall | None = None
         deadline = message.deadline
         try:
-            cost = outgoing.nbytes + _CALL_OVERHEAD_BYTES
+            nbytes = outgoing.nbytes if outgoing.buffers else len(outgoing.head)
+            cost = nbytes + _CALL_OVERHEAD_BYTES
             credits_ = peer.calls.credits
             if serving_agent.get() is not None:
                 credits_.force(cost)  # a handler that waited could be waited for itself
             elif not credits_.take(cost, deadline):
                 raise _out_of_credit(label, peer)
             call = PendingCall(
-                message.id, label, deadline, cost, link, self._await_answer, notes
+                id=message.id,
+                target=label,
+                deadline=deadline,
+                cost=cost,
+                link=link,
+                await_answer=self._await_answer,
+                notes=notes,
             )
+            for note in notes.values():
+                note.call = call
             if is_async:
                 call.future = Future(outcome=call, executor=self._run_callback)
             if counts:
                 self.num_started += 1
-            self._send_call(link, peer, call, outgoing)
+            peer.calls.add(call)
+            if is_async and deadline:
+                self._rounds.note_deadline(deadline)
+            if peer.fate is not None:
+                # It was lost while we prepared: the table was emptied before we entered.
+                self.fail(peer, call, peer.error())
+                return call
+            # In a flood the peer has enough to do: several calls go in one write, at the
+            # latest when somebody waits, when answers come, or by a look (see `_watch`).
+            hold = is_async and len(peer.calls) > _FLOOD
+            try:
+                ticket = link.send(outgoing.head, outgoing.buffers, hold=hold)
+            except TransportError:
+                self.fail(peer, call, self._agent.lost_error(peer))
+                return call
+            except BaseException:
+                peer.calls.take(call.id)
+                raise
+            call.is_sent = True
+            for note in call.notes.values():
+                note.sent()
+            if hold:
+                self._rounds.watch.look_soon()
+            if ticket is not None:
+                _await_written(ticket, deadline)
         except BaseException:
             self._not_started(call, notes)
             raise
@@ -469,44 +506,6 @@ class Caller:
             return
         for note in notes.values():
             note.failed(was_sent=False)
-
-    def _send_call(
-        self, link: Link, peer: Peer, call: PendingCall, outgoing: Outgoing
-    ) -> None:
-        """Enters a call and sends it; if the peer is gone, the call has failed."""
-        peer.calls.add(call)
-        if call.future is not None and call.deadline:
-            self._rounds.note_deadline(call.deadline)
-        if peer.fate is not None:
-            # It was lost while we prepared: the table was emptied before we entered.
-            self.fail(peer, call, peer.error())
-            return
-        # In a flood the peer has enough to do: several calls go in one write, at the
-        # latest when somebody waits, when answers come, or by a look (see `_watch`).
-        hold = call.future is not None and len(peer.calls) > _FLOOD
-        try:
-            ticket = link.send(outgoing.head, outgoing.buffers, hold=hold)
-        except TransportError:
-            self.fail(peer, call, self._agent.lost_error(peer))
-            return
-        except BaseException:
-            peer.calls.take(call.id)
-            raise
-        call.is_sent = True
-        if call.notes:
-            for note in call.notes.values():
-                note.sent()
-        if hold:
-            self._rounds.watch.look_soon()
-        if ticket is not None:
-            left = call.deadline - time.monotonic() if call.deadline else None
-            is_written = False
-            try:
-                # The peer reads at all times, so this ends with its life at the latest.
-                is_written = interruptible(ticket.wait, left)
-            finally:
-                if not is_written:
-                    ticket.detach()
 
     def deadline(self, timeout: float) -> float:
         """When a call with this limit ends, on the monotonic clock; 0: never."""
@@ -682,27 +681,44 @@ class Caller:
     ) -> tuple[Any, BaseException | None]:
         """The value or the error that an answer carries."""
         try:
-            value, tensors = decode_value(
-                message,
-                frame.head,
-                frame.buffers,
-                peer.unpack or self._packing.unpacker(peer),
-                self._serializer,
-            )
-            if type(message) is not Reply:
-                return None, self._agent.rebuild(value)
-            if value is NO_VALUE:
-                value = None  # see `_Request.succeed`
-            headers, notes = message.headers or _NO_HEADERS, call.notes
+            small = None
+            if (
+                type(message) is Reply
+                and (body := message.body) is not None
+                and body.tensors
+                and not frame.buffers
+            ):
+                small = decode_small(body, frame.head)
+            if small is not None:
+                value, tracked = small
+            else:
+                value, tensors = decode_value(
+                    message,
+                    frame.head,
+                    frame.buffers,
+                    peer.unpack or self._packing.unpacker(peer),
+                    self._serializer,
+                )
+                if type(message) is not Reply:
+                    return None, self._agent.rebuild(value)
+                if value is NO_VALUE:
+                    value = None  # see `_Request.succeed`
+                has_any = bool(message.headers and tensors)
+                tracked = tracked_tensors(message, tensors) if has_any else []
+            headers = message.headers or _NO_HEADERS  # type: ignore[attr-defined]
+            notes = call.notes
             if not headers and not notes:
                 return value, None  # nothing for anybody else
-            has_any = bool(headers and tensors)
-            tracked = tracked_tensors(message, tensors) if has_any else []
             for name, interceptor in self._by_name.items():
                 if name in headers or name in notes:
-                    note, header = notes.get(name), headers.get(name)
                     interceptor.received_reply(
-                        peer, call.id, call.target, note, header, tracked
+                        peer,
+                        call.id,
+                        call.target,
+                        notes.get(name),
+                        headers.get(name),
+                        tracked,
+                        small is not None,
                     )
         except BaseException as problem:
             if may_be_of_a_signal(problem):
@@ -728,6 +744,18 @@ class Caller:
     def fail(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
         if peer.calls.take(call.id) is not None:
             call.settle(None, error)
+
+
+def _await_written(ticket: Ticket, deadline: float) -> None:
+    """Waits until the memory of a message has been read, or copies it at the deadline."""
+    left = deadline - time.monotonic() if deadline else None
+    is_written = False
+    try:
+        # The peer reads at all times, so this ends with its life at the latest.
+        is_written = interruptible(ticket.wait, left)
+    finally:
+        if not is_written:
+            ticket.detach()
 
 
 def _out_of_credit(label: str, peer: Peer) -> CallTimeout:

@@ -25,54 +25,36 @@ _NO_NOTES: Mapping[str, Note] = {}
 _LITTLE_PART, _SMALL_CALL_PART = 16, 256  # of the bound
 
 
-class PendingCall(Outcome):
-    """One call that was sent and not answered yet."""
+class PendingCall(Outcome, kw_only=True, eq=False):
+    """One call that was sent and not answered yet.
 
-    __slots__ = (
-        "await_answer",
-        "cost",
-        "deadline",
-        "future",
-        "id",
-        "is_given_up",
-        "is_sent",
-        "keeps",
-        "link",
-        "notes",
-        "notice",
-        "target",
-    )
+    Attributes:
+        id: Its number.
+        target: What is called, for people.
+        deadline: When nobody waits any more, on the monotonic clock; 0: never.
+        cost: The bytes that it makes the peer hold.
+        link: Where it went.
+        await_answer: Waits for it.
+        notes: Of the interceptors, by their names.
+        future: Of whoever has one.
+        is_given_up: Nobody waits any more.
+        is_sent: It is on its way.
+        notice: To be called by the thread that waits.
+        keeps: What must live until the answer is there.
+    """
 
-    def __init__(
-        self,
-        call_id: int,
-        target: str,
-        deadline: float,
-        cost: int,
-        link: Link,
-        await_answer: Callable[[PendingCall, float | None], bool],
-        notes: Mapping[str, Note] | None = None,
-    ) -> None:
-        # As `Outcome` does, written out: each call makes one.
-        self.done = False
-        self.value = self.error = None
-        self._lock = threading.Lock()
-        self._waiters = self._callbacks = None
-        self.id = call_id
-        self.target = target
-        self.deadline = deadline
-        self.cost = cost
-        self.link = link
-        self.await_answer = await_answer
-        self.future: Future[Any] | None = None
-        self.is_given_up = False
-        self.is_sent = False
-        self.notice: Callable[[], None] | None = None  # for the thread that waits
-        self.keeps: object = None  # what must live until the answer is there
-        self.notes = notes or _NO_NOTES
-        if notes:
-            for note in notes.values():
-                note.call = self
+    id: int
+    target: str
+    deadline: float
+    cost: int
+    link: Link
+    await_answer: Callable[[PendingCall, float | None], bool]
+    notes: Mapping[str, Note] = _NO_NOTES
+    future: Future[Any] | None = None
+    is_given_up: bool = False
+    is_sent: bool = False
+    notice: Callable[[], None] | None = None
+    keeps: object = None
 
     def what(self) -> tuple[str, str | None]:
         """See `Outcome`."""

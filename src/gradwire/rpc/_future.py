@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar, cast
 
+import msgspec
 import torch
 
 from gradwire.errors import DeadlineExceeded, RemoteError, UsageError
@@ -35,22 +36,19 @@ Eventually: TypeAlias = Coroutine[Any, Any, T] | torch.futures.Future[T]
 """What a function returns whose caller gets a ``T`` later: see `async_execution`."""
 
 
-class Outcome:
+class Outcome(msgspec.Struct, eq=False):
     """A value or an error that comes once, and those who wait for it."""
-
-    __slots__ = ("_callbacks", "_lock", "_waiters", "done", "error", "value")
 
     num_woken: ClassVar[int] = 0
     """Goes up whenever threads are woken. Not guarded: it tells that there were some."""
 
-    def __init__(self) -> None:
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        # Guards the decision who finishes, and both lists.
-        self._lock = threading.Lock()
-        self._waiters: list[threading.Lock] | None = None
-        self._callbacks: list[Callable[[], None]] | None = None
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
+    # Guards the decision who finishes, and both lists.
+    _lock: threading.Lock = msgspec.field(default_factory=threading.Lock)
+    _waiters: list[threading.Lock] | None = None
+    _callbacks: list[Callable[[], None]] | None = None
 
     def finish(self, value: Any, error: BaseException | None) -> bool:
         """Sets the outcome and wakes the waiters; False if there was one already."""

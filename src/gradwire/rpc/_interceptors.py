@@ -200,8 +200,19 @@ class Interceptor:
         note: Note | None,
         header: bytes | None,
         tracked: list[torch.Tensor],
+        is_clean: bool = False,
     ) -> None:
-        """The result arrived; its tensors are decoded, nobody has seen them yet."""
+        """The result arrived; its tensors are decoded, nobody has seen them yet.
+
+        Args:
+            peer: Who has answered.
+            call_id: The number of the call.
+            label: What was called, for messages.
+            note: From `sending_call` or `sending_plain`.
+            header: What our namesake has added.
+            tracked: The tensors whose history is at the peer.
+            is_clean: The state of the thread is, as `thread_state_is_clean` says it.
+        """
 
     def dropped_reply(self, peer: Peer, call_id: int, header: bytes) -> None:
         """A result with our header arrived here, and nobody will ever see it."""

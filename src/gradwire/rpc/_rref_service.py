@@ -292,6 +292,7 @@ class RefService(Interceptor):
         note: Note | None,
         header: bytes | None,
         tracked: list[Tensor],
+        is_clean: bool = False,
     ) -> None:
         """See `Interceptor`."""
         self.transfer.take_unpacked()

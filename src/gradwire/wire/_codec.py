@@ -67,6 +67,7 @@ __all__ = [
     "PLAIN_TYPES",
     "Outgoing",
     "decode_control",
+    "decode_small",
     "decode_value",
     "describe_small",
     "encode",
@@ -111,7 +112,7 @@ NO_VALUE: Final = _NoValue.NO_VALUE
 """Stands for "this message carries no value", which is not the same as None."""
 
 
-class Outgoing(msgspec.Struct, eq=False):
+class Outgoing(msgspec.Struct, eq=False, gc=False):
     """An encoded message.
 
     Attributes:
@@ -250,6 +251,40 @@ def decode_value(
         return _decode_value(message, body, head, buffers, unpack, serializer)
     with clean_thread_state():
         return _decode_value(message, body, head, buffers, unpack, serializer)
+
+
+def decode_small(
+    body: Body, head: bytes
+) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """Rebuilds the value of a message if it is one tensor, small and ordinary; else None.
+
+    Nothing but speed, for what `encode_small` makes and whatever is like that: the same as
+    `decode_value` and `tracked_tensors` come to, which also say what is wrong with a
+    message that is not.
+
+    Args:
+        body: That of a message without buffers, which `decode_control` has made.
+        head: Its head.
+
+    Returns:
+        The tensor, and a list with it if its history is at the sender, else without. The
+        state of the thread is clean then.
+    """
+    if body.form or body.refs != _ONE_TENSOR or len(body.plain) != 1:
+        return None
+    _, _, _, control_bytes, payload_bytes = _unpack_fixed(head)
+    if payload_bytes or not thread_state_is_clean():
+        return None
+    try:
+        tensor = rebuild_one(body, head, _FIXED_BYTES + control_bytes)
+    except Exception:
+        return None
+    if tensor is None:
+        return None
+    return tensor, [tensor] if body.tensors[0].flags & TRACKED else []
+
+
+_ONE_TENSOR: Final = [0]
 
 
 def _encode_with_value(
@@ -580,16 +615,6 @@ def _decode_value(
             )
         return NO_VALUE, []
     try:
-        # A shortcut, for what many values are.
-        if (
-            body.form == SINGLE
-            and body.refs == _ONE_TENSOR
-            and len(body.plain) == 1
-            and not (payload_bytes or buffers)
-        ):
-            tensor = rebuild_one(body, head, end)
-            if tensor is not None:
-                return tensor, [tensor]
         has_memory = body.tensors or body.storages or buffers or end != len(head)
         tensors = rebuild_tensors(body, head, end, buffers) if has_memory else []
     except GradwireError:
@@ -623,9 +648,6 @@ def _decode_value(
         f"the form of a body must be {SINGLE} with one element, or {FLAT_TUPLE}; found "
         f"{form} with {len(values)} elements"
     )
-
-
-_ONE_TENSOR = [0]
 
 
 def _merge(body: Body, tensors: list[torch.Tensor]) -> list[Any]:

@@ -16,10 +16,12 @@ from gradwire.autograd._passes import PassId, PassKind
 ME, PEER, OTHER = 0, 1, 2
 
 
-def make_side(*, into_grad: bool = False) -> Side:
+def make_side(*, into_grad: bool = False, holds_weakly: bool = False) -> Side:
     exchange: Any = SimpleNamespace(me=ME, describe=str)
     name = ContextName(key_of_context(ME, 5), 77)
-    return Side(exchange, name, "a context", into_grad=into_grad)
+    return Side(
+        exchange, name, "a context", holds_weakly=holds_weakly, into_grad=into_grad
+    )
 
 
 def described(side: Side, peer: int = PEER) -> bytes:
@@ -145,6 +147,28 @@ def test_sender_of_a_message_is_known_from_then_on():
 
     assert side.state.known == {PEER, OTHER}
     assert [recv.peer for recv in side.recvs] == [PEER, OTHER, PEER, ME]
+
+
+@pytest.mark.parametrize("holds_weakly", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_history_is_the_same_on_a_thread_that_is_known_to_be_clean(mode, holds_weakly):
+    packed: list[torch.Tensor] = []
+    tensors = [torch.ones(2) for _ in range(2)]
+
+    for tensor, is_clean in zip(tensors, (False, True), strict=True):
+        side = make_side(holds_weakly=holds_weakly)
+        with (
+            mode(),
+            torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: _),
+        ):
+            side.record_recv(PEER, 3, None, [tensor], is_clean=is_clean)
+
+    assert not packed
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
+    for node in nodes:
+        assert node.name() == "RecvBackward"
+        assert (node.message.peer, node.message.number) == (PEER, 3)
+    assert len({len(node.next_functions) for node in nodes}) == 1
 
 
 def test_newcomer_takes_over_how_far_the_sender_is():

@@ -34,7 +34,12 @@ def start_taking(credits_: Credits, cost: int, deadline: float):
 def make_call(call_id: int, *, cost: int = 10, deadline: float = 0.0) -> PendingCall:
     link: Any = None  # none of these tests sends anything
     return PendingCall(
-        call_id, f"function{call_id}", deadline, cost, link, PendingCall.block
+        id=call_id,
+        target=f"function{call_id}",
+        deadline=deadline,
+        cost=cost,
+        link=link,
+        await_answer=PendingCall.block,
     )
 
 

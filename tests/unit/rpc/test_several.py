@@ -65,7 +65,14 @@ class Peers:
             link = Link(ours, pool, self.owner)
             stack.callback(other.close)
             stack.callback(link.close)
-            call = PendingCall(number, "it", 0.0, 0, link, lambda *_: True)
+            call = PendingCall(
+                id=number,
+                target="it",
+                deadline=0.0,
+                cost=0,
+                link=link,
+                await_answer=lambda *_: True,
+            )
             self.owner.calls[number] = call
             self.others.append(other)
             self.readings.append(Reading(link, call, [call]))

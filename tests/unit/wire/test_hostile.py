@@ -13,6 +13,7 @@ from gradwire.wire import (
     Reply,
     TensorMeta,
     decode_control,
+    decode_small,
     decode_value,
     encode,
 )
@@ -35,7 +36,13 @@ def _head(body: Body, inline: bytes = b"", payload: bytes = b"") -> bytes:
 def _decode(body: Body, inline: bytes = b"", buffers=(), payload: bytes = b""):
     head = _head(body, inline, payload)
     message, _ = decode_control(head)
-    return decode_value(message, head, list(buffers), serializer=PICKLE)
+    assert isinstance(message, Reply)
+    small = None
+    if message.body is not None and not buffers:
+        small = decode_small(message.body, head)
+    value, tensors = decode_value(message, head, list(buffers), serializer=PICKLE)
+    assert small is None or torch.equal(small[0], value)
+    return value, tensors
 
 
 def _one(meta: TensorMeta, nbytes: int = 16) -> Body:

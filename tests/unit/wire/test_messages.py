@@ -10,21 +10,26 @@ from gradwire.errors import DecodeError, EncodeError, RemoteProtocolError
 from gradwire.wire import (
     NO_VALUE,
     PICKLE,
+    TRACKED,
     Call,
     Failure,
     Goodbye,
     Heartbeat,
     Message,
+    Outgoing,
     Reply,
     _codec,
     _rebuild,
     decode_control,
+    decode_small,
     decode_value,
     encode,
     kind_of,
     peek_kind,
     register_message,
+    tracked_tensors,
 )
+from loopback import assert_same_tensor
 
 GOLDEN = {
     "call": (
@@ -280,6 +285,60 @@ def test_both_ways_rebuild_the_same(name, monkeypatch):
         first = (0,) * one.dim()
         assert one.dim() == 0 or one[first] == other[first]
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+def decode_both_ways(outgoing: Outgoing) -> tuple[Any, Any]:
+    """What `decode_small` makes, and what it should be: value and tracked tensors."""
+    message, _ = decode_control(outgoing.head)
+    assert isinstance(message, Reply)
+    assert message.body is not None
+    small = decode_small(message.body, outgoing.head)
+    value, tensors = decode_value(message, outgoing.head, [])
+    return small, (value, tracked_tensors(message, tensors))
+
+
+@pytest.mark.parametrize("flags", [None, 0, TRACKED])
+@pytest.mark.parametrize(
+    "name", ["tensor", "scalar", "leaf", "parameter", "frozen parameter"]
+)
+def test_small_tensor_is_rebuilt_the_same_on_its_own_way(name, flags):
+    changes = None if flags is None else {0: flags}
+    outgoing = encode(Reply(7), SIMPLE_VALUES[name], lambda *_: changes)
+
+    small, (tensor, tracked) = decode_both_ways(outgoing)
+
+    assert_same_tensor(small[0], tensor)
+    assert len(small[1]) == len(tracked)
+    assert all(found is small[0] for found in small[1])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        (torch.ones(2),),
+        (torch.ones(2), 7),
+        SIMPLE_VALUES["repeated number"],
+        torch.ones(2, 3).t(),
+        torch.empty(0),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=str,
+)
+def test_what_is_no_small_ordinary_tensor_is_left_to_the_long_way(value):
+    small, _ = decode_both_ways(encode(Reply(7), value))
+
+    assert small is None
+
+
+def test_small_tensor_is_left_to_the_long_way_in_a_mode():
+    outgoing = encode(Reply(7), torch.ones(2))
+
+    with torch.inference_mode():
+        small, (tensor, _) = decode_both_ways(outgoing)
+
+    assert small is None
+    assert not tensor.is_inference()
 
 
 def test_repeated_number_is_rebuilt_the_short_way(monkeypatch):
