@@ -169,30 +169,30 @@ class Recorder(Interceptor):
         """See `Interceptor`: as `sending_call`, where there is nothing to track."""
         exchange = self.exchange
         name = active_context.get()
-        is_grad_enabled = torch.is_grad_enabled()
         side = None if name is None else exchange.registry.find(name)
         autocast = autocast_state() if any_autocast() else None
-        if side is None and is_grad_enabled:
+        flags = 0 if torch.is_grad_enabled() else NOT_RECORDED
+        if side is not None:
+            if side.run is not None:
+                exchange.tell_held(side)  # as in `sending_call`
+            if flags or autocast is not None:
+                header = CallHeader(flags, autocast=autocast)
+                side.describe_call(peer.info.id, header)
+                addition = Addition(encode_header(header))
+            else:
+                addition = side.introduce(peer.info.id)
+            note = _PlainNote(side, addition)
+            side.calls[note] = current_handler.get()
+            return note
+        if not flags:
             if is_cut_outside_context(label):
                 if name is not None:
                     exchange.refuse_if_broken(name)
                 return cut_call(label, [], set(), autocast, is_reference=False)
             if autocast is None:
                 return None
-        if side is not None and side.run is not None:
-            exchange.tell_held(side)  # as in `sending_call`
-        if side is not None and is_grad_enabled and autocast is None:
-            addition = side.introduce(peer.info.id)
-        else:
-            flags = 0 if is_grad_enabled else NOT_RECORDED
-            header = CallHeader(flags, autocast=autocast)
-            if side is not None:
-                side.describe_call(peer.info.id, header)
-            addition = Addition(encode_header(header))
-        note = _PlainNote(side, addition)
-        if side is not None:
-            side.calls[note] = current_handler.get()
-        return note
+        header = CallHeader(flags, autocast=autocast)
+        return _PlainNote(None, Addition(encode_header(header)))
 
     def sending_opaque(self, tensors: list[Tensor], is_grad_enabled: bool) -> None:
         """See `Interceptor`."""

@@ -67,18 +67,20 @@ class PendingCall(Outcome, kw_only=True, eq=False):
 
     def settle(self, value: Any, error: BaseException | None) -> None:
         """Finishes the call. Callbacks of its future may run here."""
-        if self.finish(value, error):
-            if error is not None:
-                self.fail_notes(error)
-            elif self.notes:
-                notes, self.notes = self.notes, _NO_NOTES
-                for note in notes.values():
-                    note.call = None
+        if not self.finish(value, error):
+            return
+        if error is not None:
+            self.fail_notes(error)
+        elif notes := self.notes:
+            self.notes = _NO_NOTES
+            for note in notes.values():
+                note.call = None
+        if self.keeps is not None:
             self.keeps = None
-            if (future := self.future) is not None:
-                # Taken out: a finished call and its future must not keep each other alive.
-                self.future = None
-                future._settle()
+        if (future := self.future) is not None:
+            # Taken out: a finished call and its future must not keep each other alive.
+            self.future = None
+            future._settle()
 
     def fail_notes(self, error: BaseException | None = None) -> None:
         """Ends the notes, and tells them that no value will be taken."""

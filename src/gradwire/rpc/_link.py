@@ -447,7 +447,9 @@ class Link:
         if turn.rest or turn.put_off or self.holds or self.connection.end is not None:
             self._after_turn(turn)
         if later:
-            leave_unread(self)
+            unread = this_thread.unread
+            if unread is None or self not in unread:
+                leave_unread(self)
             if not turn.serving_since:  # else a look is due: it was put off since then
                 self._owner.turn_begins(time.monotonic())
         if not turn.siblings:
