@@ -163,14 +163,12 @@ EXTENSION_NAMES = [
     "Outcome",
     "Peer",
     "PendingCall",
-    "Request",
     "Scope",
     "current_agent",
     "describe",
     "find_address",
     "for_agents",
     "made_by",
-    "method_request",
     "methods_for_agents",
     "num_cores",
     "rebuild",
@@ -181,6 +179,7 @@ EXTENSION_NAMES = [
     "set_backward",
     "shielded",
     "shown_as",
+    "start_method",
 ]
 
 OPTIM_NAMES = [

@@ -283,15 +283,13 @@ class Recorder(Interceptor):
         peer: Peer,
         call_id: int,
         label: str,
-        header: bytes | None,
+        header: bytes,
         tracked: list[Tensor],
     ) -> Scope:
         """See `Interceptor`."""
         exchange = self.exchange
         if exchange.unfinished:
             exchange.finish_sends()
-        if header is None:
-            return _PlainScope(exchange, peer, call_id, label)
         call: CallHeader = decode_header(CallHeader, header)
         if call.key is not None:
             name = ContextName(call.key, call.incarnation)
@@ -327,6 +325,15 @@ class Recorder(Interceptor):
             # were told of it did not see this context yet, and nobody else would end it.
             exchange.peer_lost(peer)
         return scope
+
+    def received_plain(self, peer: Peer, call_id: int, label: str) -> None:
+        """See `Interceptor`: a call that came without a history."""
+        if self.exchange.unfinished:
+            self.exchange.finish_sends()
+
+    def plain_reply(self, peer: Peer, call_id: int, label: str) -> Scope:
+        """See `Interceptor`."""
+        return _PlainScope(self.exchange, peer, call_id, label)
 
     def _enter_context(
         self,

@@ -6,7 +6,8 @@ other worker gets before the handler runs or the caller sees the value. It may a
 bring one-way messages of its own.
 
     caller                                      callee
-    `sending_call` -> Note      -- header -->   `received_call` -> Scope
+    `sending_call` -> Note      -- header -->   `received_call` -> Scope, or
+                                                `received_plain`
                                                 `Scope.enter_handler`
     `received_reply`, or        <-- header --   `Scope.sending_reply`, or
     `Note.failed`                               `Scope.failed`
@@ -123,7 +124,7 @@ class Interceptor:
     name: str
     """Key of the headers; the same on all workers."""
     sees_all_calls = True
-    """Whether it is asked about calls that carry nothing of its own."""
+    """Whether it is asked about calls that carry nothing of its own, and their replies."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -222,10 +223,18 @@ class Interceptor:
         peer: Peer,
         call_id: int,
         label: str,
-        header: bytes | None,
+        header: bytes,
         tracked: list[torch.Tensor],
     ) -> Scope | None:
         """A call arrived; its tensors are decoded, nobody has seen them yet."""
+        return None
+
+    def received_plain(self, peer: Peer, call_id: int, label: str) -> Scope | None:
+        """As `received_call`, for a call that carries nothing of the layer's own."""
+        return None
+
+    def plain_reply(self, peer: Peer, call_id: int, label: str) -> Scope | None:
+        """For a reply with tensors, to a call for which there is no scope of ours."""
         return None
 
     def handing_out(

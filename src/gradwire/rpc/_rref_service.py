@@ -308,12 +308,12 @@ class RefService(Interceptor):
         peer: Peer,
         call_id: int,
         label: str,
-        header: bytes | None,
+        header: bytes,
         tracked: list[Tensor],
     ) -> Scope:
         """See `Interceptor`."""
         unconfirmed = self.transfer.take_unpacked()
-        made = decode_header(header).made if header is not None else None
+        made = decode_header(header).made
         if made is None:
             return CallScope(self, peer, unconfirmed)
         if made[0].created_on != peer.info.id:

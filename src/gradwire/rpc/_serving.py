@@ -85,7 +85,7 @@ class Server:
         self._agent = agent
         self._departure = agent.departure
         self._interceptors = interceptors
-        self._of_all_calls = tuple(i for i in interceptors if i.sees_all_calls)
+        self.of_all_calls = tuple(i for i in interceptors if i.sees_all_calls)
         self._loop = EventLoop(agent.info.name, agent.pool.submit)
         # Guards the next two, and `Peer.held`; every thread that serves.
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class Server:
                 self._active.add(request)
             held.calls += 1
             held.nbytes += nbytes
-        interceptors, of_all_calls = self._interceptors, self._of_all_calls
+        interceptors, of_all_calls = self._interceptors, self.of_all_calls
         if not counts:
             interceptors = of_all_calls = ()
         num_queued = link.connection.num_queued
@@ -203,15 +203,19 @@ class Server:
             headers = call.headers
             tracked = tracked_tensors(call, tensors) if headers and tensors else []
             del tensors
+            request.label = label = target or repr(function)
             for interceptor in interceptors if headers else of_all_calls:
                 header = headers.get(interceptor.name) if headers else None
-                if header is None and not interceptor.sees_all_calls:
+                if header is not None:
+                    scope = interceptor.received_call(
+                        peer, call.id, label, header, tracked
+                    )
+                elif interceptor.sees_all_calls:
+                    scope = interceptor.received_plain(peer, call.id, label)
+                else:
                     continue
-                label = target or repr(function)
-                request.add_scope(
-                    interceptor.name,
-                    interceptor.received_call(peer, call.id, label, header, tracked),
-                )
+                if scope is not None:
+                    request.add_scope(interceptor.name, scope)
             del tracked
         except BaseException as error:
             request.fail(error)
@@ -413,6 +417,7 @@ class _Request:
         "_server",
         "counts",
         "is_waiting",
+        "label",
         "nbytes",
         "peer",
         "scopes",
@@ -438,15 +443,24 @@ class _Request:
         self.is_waiting = False  # for a future: no thread is held
         self.was_quick = False
         self.target = target
+        self.label = ""  # of what is called, for interceptors
         self._id = call_id
         self.scopes: list[tuple[str, Scope]] = []
         self._keeper: Scope | None = None
 
-    def add_scope(self, name: str, scope: Scope | None) -> None:
-        if scope is not None:
-            self.scopes.append((name, scope))
-            if scope.keeps_result:
-                self._keeper = scope
+    def add_scope(self, name: str, scope: Scope) -> None:
+        self.scopes.append((name, scope))
+        if scope.keeps_result:
+            self._keeper = scope
+
+    def _add_plain_scopes(self) -> None:
+        """Asks those who see all calls, and had nothing to remember of this one."""
+        known = {name for name, _ in self.scopes}
+        for interceptor in self._server.of_all_calls:
+            if interceptor.name not in known:
+                scope = interceptor.plain_reply(self.peer, self._id, self.label)
+                if scope is not None:
+                    self.add_scope(interceptor.name, scope)
 
     def _add_headers(
         self,
@@ -455,6 +469,8 @@ class _Request:
         tensors: list[torch.Tensor],
         of_modules: set[int],
     ) -> dict[int, int]:
+        if self.counts and (tensors or packer.opaque):
+            self._add_plain_scopes()
         for interceptor in packer.used:
             if all(interceptor.name != name for name, _ in self.scopes):
                 scope = interceptor.packed_reply(self.peer)

@@ -77,9 +77,13 @@ class _Handlers(Interceptor):
         peer: Peer,
         call_id: int,
         label: str,
-        header: bytes | None,
+        header: bytes,
         tracked: list[Tensor],
     ) -> Scope | None:
+        """See `Interceptor`."""
+        return self.received_plain(peer, call_id, label)
+
+    def received_plain(self, peer: Peer, call_id: int, label: str) -> Scope | None:
         """See `Interceptor`."""
         # Functions of ours, such as those for references, are none of the program's.
         return None if label.startswith("gradwire.") else _Handler()
