@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
 import threading
 from typing import Any
 
@@ -31,6 +34,18 @@ def call(to: str) -> int:
 
 def meet(name: str) -> int:
     rpc.wait_for_worker(name, SOON_S)
+    return call(name)
+
+
+def sleep_and_meet(name: str) -> int:
+    """Nobody else in this process runs between the stop and the search."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SOON_S)
+    try:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        rpc.wait_for_worker(name, SOON_S)
+    finally:
+        sys.setswitchinterval(before)
     return call(name)
 
 
@@ -322,6 +337,34 @@ def test_sleeper_finds_those_again_who_took_it_for_dead(make_cluster):
 
     assert cluster.run(1, meet, "w0") == 3
     assert cluster.run(0, call, "w1") == 3
+
+
+def test_sleeper_that_has_not_heard_of_its_loss_yet_finds_others(make_cluster):
+    cluster = make_cluster(2, {"lost_after": 0.5})
+    assert cluster.run(1, call, "w0") == 3
+    sleeper = cluster.start(1, sleep_and_meet, "w0")
+    _until(cluster, 0, "w1")
+    cluster.cont(1)
+
+    assert sleeper.result(2 * SOON_S) == 3
+    assert cluster.run(0, call, "w1") == 3
+
+
+def test_worker_that_is_stopped_does_not_count_as_there(make_cluster):
+    cluster = make_cluster(2)
+    assert cluster.run(0, call, "w1") == 3
+    cluster.stop(1)
+
+    with pytest.raises(ConnectTimeout, match=r"'w1'.*does not answer"):
+        cluster.run(0, rpc.wait_for_worker, "w1", 0.3)
+    seeker = cluster.start(0, meet, "w1")
+    cluster.cont(1)
+
+    assert seeker.result(2 * SOON_S) == 3
+
+
+def test_worker_that_is_there_is_found_without_any_time(three):
+    assert three.run(0, rpc.wait_for_worker, "w1", 0).name == "w1"
 
 
 def test_dead_worker_is_sought_in_vain(three):

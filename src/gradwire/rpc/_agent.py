@@ -37,7 +37,7 @@ from gradwire.rpc._interceptors import Interceptor, registered_interceptors
 from gradwire.rpc._limits import PeerLimits
 from gradwire.rpc._link import Link
 from gradwire.rpc._log import log as _log
-from gradwire.rpc._membership import Membership
+from gradwire.rpc._membership import Membership, answer
 from gradwire.rpc._network import Network
 from gradwire.rpc._packing import Packing
 from gradwire.rpc._peer import Peer
@@ -47,7 +47,7 @@ from gradwire.rpc._remote_exceptions import Description, describe, rebuild
 from gradwire.rpc._rounds import Rounds
 from gradwire.rpc._schemes import find_credentials, usable_transports
 from gradwire.rpc._serving import (
-    INTERNAL_PREFIX,
+    INTERNAL_PREFIXES,
     Server,
 )
 from gradwire.rpc._shutdown import Departure
@@ -126,7 +126,7 @@ class Agent:
         self.network = Network(
             self.info, world_size, options, secret, transports, self.pool, self
         )
-        self.membership = Membership(self.network, self.pool.submit)
+        self.membership = Membership(self.network, self.pool.submit, self._await_word)
         self.departure = Departure(self)
         self.interceptors = tuple(make(self) for make in registered_interceptors())
         self.layers: dict[type[Interceptor], Any] = {
@@ -295,6 +295,13 @@ class Agent:
         """See `NetworkOwner`."""
         self.membership.joined(peer)
 
+    def _await_word(self, peer: Peer, limit: float) -> None:
+        """See `Membership`."""
+        left = max(0.001, limit - time.monotonic())  # 0 would be for ever
+        call = self.call_async(peer.info, answer, timeout=left)
+        call._outcome.wait()
+        call.value()
+
     def watch_all(self) -> None:
         """Connects to all members, so that their ends are noticed."""
         for peer in self.network.peers():
@@ -382,7 +389,7 @@ class Agent:
             f"{call.target} on {peer.info.name!r}"
             for peer in self.network.peers()
             for call in peer.calls.pending()
-            if not call.target.startswith(INTERNAL_PREFIX)
+            if not call.target.startswith(INTERNAL_PREFIXES)
         ]
 
     @property

@@ -431,11 +431,12 @@ def wait_for_worker(
     """Waits until a worker can be called: it joins, or comes back after a loss.
 
     A worker that is lost may live: the network was cut, or it was stopped. Then the two
-    meet again here, with nothing left of what they had of each other.
+    meet again here, with nothing left of what they had of each other. One that is connected
+    has to answer: it may have taken this worker for lost, or be stopped.
 
     Args:
         name: Its name.
-        timeout: Limit in seconds.
+        timeout: Limit in seconds; a worker that answers at once is found even if it is 0.
         or_role: Another worker of the same role serves as well: one whose name differs
             in the number at its end only, as ``trainer:1`` and ``trainer:2``.
 

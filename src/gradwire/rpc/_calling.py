@@ -43,7 +43,7 @@ from gradwire.rpc._resending import (
     may_be_sent_again,
 )
 from gradwire.rpc._serving import (
-    INTERNAL_PREFIX,
+    INTERNAL_PREFIXES,
     POSITIONAL,
     WITH_FUNCTION,
     WITH_KEYWORDS,
@@ -417,7 +417,7 @@ class Caller:
         if name in labels:
             label = labels[name](args)
         notes: dict[str, Note] = {}
-        is_internal = name.startswith(INTERNAL_PREFIX)
+        is_internal = name.startswith(INTERNAL_PREFIXES)
         try:
             outgoing = self._encode_call(
                 message, value, peer, name, notes, making, is_internal

@@ -2,6 +2,9 @@
 
 The news are told one after the other, in the order in which they came, on a thread of the
 pool: a worker that is lost and comes back is never told of in the wrong order.
+
+Who waits for a worker wants to hear of it. A connection does not show that it can be called:
+it may have declared us lost while we were stopped or cut off, and we have not read that yet.
 """
 
 from __future__ import annotations
@@ -13,16 +16,27 @@ from collections.abc import Callable
 from typing import Any
 
 from gradwire._ids import WorkerInfo, role_of
-from gradwire.errors import ConnectTimeout, GradwireError, NotInitialized
+from gradwire.errors import (
+    CallTimeout,
+    ConnectTimeout,
+    GradwireError,
+    NotInitialized,
+)
+from gradwire.rpc._exports import for_agents
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._network import Network
 from gradwire.rpc._peer import Peer
 from gradwire.rpc._signals import may_be_of_a_signal, wait_in_slices
 from gradwire.rpc._turn import about_to_block
 
-__all__ = ["Membership", "Subscription"]
+__all__ = ["Membership", "Subscription", "answer"]
 
 _LOOK_AGAIN_S = 0.25  # a worker that is there but cannot be reached yet
+
+
+@for_agents
+def answer() -> None:
+    """Called by who wants to know whether it is heard here."""
 
 
 class Subscription:
@@ -49,13 +63,19 @@ class Membership:
     Args:
         network: Knows who is there.
         submit: Runs something on a thread of the pool.
+        await_word: Calls `answer` on a connected worker, and returns when it has done so.
+            Raises what a call raises; at the limit, on the monotonic clock, `CallTimeout`.
     """
 
     def __init__(
-        self, network: Network, submit: Callable[[Callable[[], None]], None]
+        self,
+        network: Network,
+        submit: Callable[[Callable[[], None]], None],
+        await_word: Callable[[Peer, float], None],
     ) -> None:
         self._network = network
         self._submit = submit
+        self._await_word = await_word
         # Guards all below, and is notified when somebody has come or gone.
         self._changed = threading.Condition()
         self._on_lost: list[Callable[..., None]] = []
@@ -168,6 +188,10 @@ class Membership:
                     limit = min(limit, time.monotonic() + _LOOK_AGAIN_S)
                 try:
                     self._network.connect(peer, limit)
+                    # Even if there is no time left: one that hears us answers in no time.
+                    self._await_word(peer, max(limit, time.monotonic() + _LOOK_AGAIN_S))
+                except CallTimeout:
+                    problem = "it is connected, but does not answer"
                 except GradwireError as error:
                     problem = str(error)
                 else:

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Server"]
 
-INTERNAL_PREFIX = "gradwire.rpc._shutdown:"
-"""Begin of the names of functions that agents call for themselves."""
+INTERNAL_PREFIXES = ("gradwire.rpc._shutdown:", "gradwire.rpc._membership:")
+"""Begins of the names of functions that agents call for themselves."""
 
 _SLOW_S = 500e-6
 # Whoever takes over needs a core: of two, the caller or another worker has one.
@@ -146,7 +146,7 @@ class Server:
         if long is not None:
             long.make_way()
         agent = self._agent
-        counts = target is None or not target.startswith(INTERNAL_PREFIX)
+        counts = target is None or not target.startswith(INTERNAL_PREFIXES)
         nbytes = len(frame.head)
         for storage in frame.buffers:
             nbytes += storage.nbytes()
