@@ -17,7 +17,7 @@ from gradwire.autograd._explicit import backward as run_pass
 from gradwire.autograd._messages import opener_of
 from gradwire.autograd._recorder import Recorder
 from gradwire.errors import UsageError
-from gradwire.rpc.extension import current_agent, shielded
+from gradwire.rpc.extension import current_agent, serving_agent, shielded
 
 __all__ = [
     "Context",
@@ -323,7 +323,8 @@ def is_available() -> bool:
 
 def current_exchange() -> Exchange:
     """That of the agent that serves the current handler, or of the process."""
-    recorder = current_agent().layers.get(Recorder)
+    agent = serving_agent.get() or current_agent()
+    recorder = agent.layers.get(Recorder)
     if recorder is None:
         raise UsageError(
             "gradwire.autograd was imported after init_rpc(); import it before"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -63,6 +64,7 @@ class OwnersFailed(GradwireError):
 Call: TypeAlias = tuple[str, Callable[[Agent], Outcome]]
 """The name of an owner, and what starts a call there."""
 _start_of = operator.itemgetter(1)
+_value_of, _error_of = operator.attrgetter("value"), operator.attrgetter("error")
 
 
 def call_of(owner: str, function: Callable[..., Any], *args: Any) -> Call:
@@ -99,14 +101,13 @@ def collect(calls: Iterable[Call]) -> tuple[list[Any], dict[str, Exception]]:
     """
     asked = list(calls)
     outcomes = outside_context(current_agent().call_all, map(_start_of, asked))
-    results = []
     failures: dict[str, Exception] = {}
-    for (owner, _), outcome in zip(asked, outcomes, strict=True):
-        results.append(outcome.value)
-        if outcome.error is not None:
-            # An owner is asked more than once if groups of parameters came later.
-            failures.setdefault(owner, _failure_of(outcome))
-    return results, failures
+    if any(map(operator.is_not, map(_error_of, outcomes), itertools.repeat(None))):
+        for (owner, _), outcome in zip(asked, outcomes, strict=True):
+            if outcome.error is not None:
+                # An owner is asked more than once if groups of parameters came later.
+                failures.setdefault(owner, _failure_of(outcome))
+    return [*map(_value_of, outcomes)], failures
 
 
 def _failure_of(outcome: Outcome) -> Exception:

@@ -31,11 +31,14 @@ _with_grad_mode: Any = getattr(
     sys.modules[Optimizer.__module__], "_use_grad_for_differentiable", None
 )
 _set_grad_mode: Any = getattr(torch._C, "_set_grad_enabled", None)
+# What the label itself asks first.
+_is_profiled: Any = getattr(torch.autograd, "_profiler_enabled", None)
 _has_private_names = (
     _Label is not None
     and None not in _hooks_of_all
     and _with_grad_mode is not None
     and _set_grad_mode is not None
+    and _is_profiled is not None
     and hasattr(Optimizer, "profile_hook_step")
 )
 # All functions that it wraps have the code of the wrapper in common.
@@ -52,16 +55,22 @@ def run_step(optimizer: Optimizer, *args: Any) -> Any:
         or _has_hooks(optimizer)
     ):
         return optimizer.step(*args)
+    if not _is_profiled():
+        return _run(step.__wrapped__, optimizer, args)
     with _Label(_label_of(type(optimizer).__name__)):
-        step = step.__wrapped__
-        if getattr(step, "__code__", None) is not _grad_mode_code:
-            return step(optimizer, *args)
-        was_enabled = torch.is_grad_enabled()
-        _set_grad_mode(optimizer.defaults["differentiable"])
-        try:
-            return step.__wrapped__(optimizer, *args)
-        finally:
-            _set_grad_mode(was_enabled)
+        return _run(step.__wrapped__, optimizer, args)
+
+
+def _run(step: Any, optimizer: Optimizer, args: tuple[Any, ...]) -> Any:
+    """``step(optimizer, *args)``, for a step that torch may have wrapped once more."""
+    if getattr(step, "__code__", None) is not _grad_mode_code:
+        return step(optimizer, *args)
+    was_enabled = torch.is_grad_enabled()
+    _set_grad_mode(optimizer.defaults["differentiable"])
+    try:
+        return step.__wrapped__(optimizer, *args)
+    finally:
+        _set_grad_mode(was_enabled)
 
 
 def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
@@ -75,6 +84,8 @@ def shown_to_profiler(step: Callable[P, T]) -> Callable[P, T]:
         optimizer: Any = args[0]
         if _has_hooks(optimizer):
             return with_hooks(*args, **kwargs)
+        if not _is_profiled():
+            return step(*args, **kwargs)
         with _Label(_label_of(type(optimizer).__name__)):
             return step(*args, **kwargs)
 
