@@ -65,6 +65,7 @@ from gradwire.wire import (
     decode_small,
     decode_value,
     encode,
+    is_bare,
     plain_body,
     set_compiler,
     tracked_tensors,
@@ -246,8 +247,7 @@ class Caller:
         try:
             with shielded():
                 try:
-                    for start in starts:
-                        outcomes.append(self._begin_one(start, calls))
+                    self._begin_all(starts, outcomes, calls)
                     if not self._pool.is_pool_thread:
                         self._waiting.read_for_all(calls)
                     for call in calls:
@@ -258,9 +258,10 @@ class Caller:
                     for call in calls:
                         self._give_up(call)
                     raise
-            for outcome in outcomes:
-                if not outcome.done:
-                    outcome.wait()
+            if len(calls) != len(outcomes):
+                for outcome in outcomes:
+                    if not outcome.done:
+                        outcome.wait()
         finally:
             set_compiler(compiler)
         for call in calls:
@@ -268,21 +269,25 @@ class Caller:
                 call.notice()
         return outcomes
 
-    def _begin_one(
-        self, start: Callable[[Agent], Outcome], calls: list[PendingCall]
-    ) -> Outcome:
-        """A call is added to those of which this thread reads the answers."""
-        try:
-            outcome = start(self._agent)
-        except Exception as error:
-            outcome = Outcome()
-            outcome.finish(None, error.with_traceback(None))
-        if type(outcome) is PendingCall:
-            calls.append(outcome)
-            if outcome.deadline:
-                # It is looked at also while this thread waits for another one.
-                self._rounds.note_deadline(outcome.deadline)
-        return outcome
+    def _begin_all(
+        self,
+        starts: Iterable[Callable[[Agent], Outcome]],
+        outcomes: list[Outcome],
+        calls: list[PendingCall],
+    ) -> None:
+        """To `calls` those are added of which this thread reads the answers."""
+        for start in starts:
+            try:
+                outcome = start(self._agent)
+            except Exception as error:
+                outcome = Outcome()
+                outcome.finish(None, error.with_traceback(None))
+            outcomes.append(outcome)
+            if type(outcome) is PendingCall:
+                calls.append(outcome)
+                if outcome.deadline:
+                    # It is looked at also while this thread waits for another one.
+                    self._rounds.note_deadline(outcome.deadline)
 
     def begin_call(
         self,
@@ -666,8 +671,15 @@ class Caller:
         self, peer: Peer, call: PendingCall, message: Message, frame: Frame
     ) -> None:
         try:
-            value, error = self._read_answer(peer, call, message, frame)
-            call.settle(value, error)
+            if (
+                type(message) is Reply
+                and message.body is None
+                and not (message.headers or call.notes or frame.buffers)
+                and is_bare(frame.head)
+            ):
+                call.settle(None, None)  # as of most functions without a result
+            else:
+                call.settle(*self._read_answer(peer, call, message, frame))
         except BaseException:
             # A signal handler raised on a caller's thread; the call may be another's.
             again = functools.partial(self._finish_call, peer, call, message, frame)

@@ -183,6 +183,10 @@ class Credits:
         A cost above the whole bound is granted when hardly anything else is taken.
         """
         with self._lock:
+            used = self._used
+            if used <= self._little and not self._waiters:  # as mostly
+                self._used = used + cost
+                return True
             may_pass = not self._waiters or cost <= self._small_call
             if may_pass and self._fits(cost):
                 self._used += cost

@@ -241,7 +241,8 @@ class Link:
             if len(frames) == 1 and not turn.rest:
                 # As mostly; `_work_off` does the same.
                 turn.serving_since = now
-                self._owner.turn_begins(now)
+                if now > self._owner.watch.settled_until:
+                    self._owner.turn_begins(now)
                 if not self._pool.num_idle:
                     self._pool.ensure_follower()
                 self._handle(frames, turn)

@@ -6,6 +6,7 @@ import functools
 import operator
 import time
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, overload
 
 import torch
@@ -42,7 +43,7 @@ from gradwire.wire import PLAIN_TYPES
 _LOOK_S = 0.5
 _TYPES_OF_ID = [int, int, int]
 _FETCHING = "to_here()"
-_shown_method = "the method {!r}".format
+_shown_method = functools.lru_cache("the method {!r}".format)
 
 __all__ = ["CUT_OUTSIDE_CONTEXT", "RRef", "remote", "set_backward"]
 
@@ -302,27 +303,23 @@ def start_method(
             "shutdown(); calls through it are no longer possible"
         )
     ref = rref._ref
+    call: Outcome | None = None
     if isinstance(ref, User):
         ref.check()
-        call = _start_invoke(ref, name, args, timeout, agent)
+        values = [*ref.id, name, *args]
+        if PLAIN_TYPES.issuperset(map(type, values)):
+            label = _shown_method(name)
+            try:
+                call = agent.begin_own(ref.owner, _INVOKE, values, timeout, label)
+            except EncodeError:
+                pass  # too large for that
+        if call is None:
+            call = agent.begin_call(ref.owner, invoke, tuple(values), None, timeout)
     else:
         own = (rref, name, *args)
         call = agent.begin_call(agent.info, invoke_own, own, None, timeout)
     rref._outlive(call)
     return call
-
-
-def _start_invoke(
-    ref: User, name: str, args: tuple[Any, ...], timeout: float, agent: Agent
-) -> Outcome:
-    values = [*ref.id, name, *args]
-    if PLAIN_TYPES.issuperset(map(type, values)):
-        label = _shown_method(name)
-        try:
-            return agent.begin_own(ref.owner, _INVOKE, values, timeout, label)
-        except EncodeError:
-            pass  # too large for that
-    return agent.begin_call(ref.owner, invoke, tuple(values), None, timeout)
 
 
 @overload
@@ -473,7 +470,9 @@ def _invoke_on(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if not callable(found) and not args and not kwargs:
         return found
     result = found(*args, **kwargs)
-    if getattr(found, ASYNC_ATTRIBUTE, None) is not None:
+    # A method that is asked for what its function lacks makes an error of it first.
+    function = found.__func__ if type(found) is MethodType else found
+    if getattr(function, ASYNC_ATTRIBUTE, None) is not None:
         if not hasattr(result, "add_done_callback"):
             raise _no_future(found, result)
         return Later(result)

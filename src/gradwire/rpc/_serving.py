@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from gradwire.errors import (
@@ -407,46 +408,26 @@ class _Long:
         self._times_busy = self._times_busy + 1 if is_busy else 0
 
 
-class _Request:
-    """The answer to one call, which is sent exactly once."""
+class _Request(msgspec.Struct, eq=False):
+    """The answer to one call, which is sent exactly once.
 
-    __slots__ = (
-        "_id",
-        "_keeper",
-        "_link",
-        "_server",
-        "counts",
-        "is_waiting",
-        "label",
-        "nbytes",
-        "peer",
-        "scopes",
-        "target",
-        "was_quick",
-    )
+    Attributes:
+        label: Of what is called, for interceptors.
+        is_waiting: For a future: no thread is held.
+    """
 
-    def __init__(
-        self,
-        server: Server,
-        link: Link,
-        peer: Peer,
-        call_id: int,
-        target: str | None,
-        counts: bool,
-        nbytes: int,
-    ) -> None:
-        self.counts = counts
-        self.nbytes = nbytes
-        self._server = server
-        self._link = link
-        self.peer = peer
-        self.is_waiting = False  # for a future: no thread is held
-        self.was_quick = False
-        self.target = target
-        self.label = ""  # of what is called, for interceptors
-        self._id = call_id
-        self.scopes: list[tuple[str, Scope]] = []
-        self._keeper: Scope | None = None
+    _server: Server
+    _link: Link
+    peer: Peer
+    _id: int
+    target: str | None
+    counts: bool
+    nbytes: int
+    label: str = ""
+    is_waiting: bool = False
+    was_quick: bool = False
+    scopes: list[tuple[str, Scope]] = []
+    _keeper: Scope | None = None
 
     def add_scope(self, name: str, scope: Scope) -> None:
         self.scopes.append((name, scope))

@@ -73,6 +73,7 @@ __all__ = [
     "encode",
     "encode_small",
     "encode_tensors",
+    "is_bare",
     "peek_kind",
     "plain_body",
     "tracked_tensors",
@@ -218,6 +219,12 @@ def decode_control(head: bytes) -> tuple[Message, int]:
         ) from error
 
 
+def is_bare(head: bytes) -> bool:
+    """Whether there is nothing behind the control part of a message."""
+    _, _, _, control_bytes, payload_bytes = _unpack_fixed(head)
+    return not payload_bytes and _FIXED_BYTES + control_bytes == len(head)
+
+
 def decode_value(
     message: Message,
     head: bytes,
@@ -242,6 +249,16 @@ def decode_value(
         DecodeError: If the message is malformed, or the value cannot be rebuilt here.
     """
     body: Body | None = getattr(message, "body", None)
+    if not buffers and body is not None and not body.tensors and is_bare(head):
+        # Plain values alone, as mostly; what is wrong is told by the long way.
+        values, refs = body.plain, body.refs
+        if (
+            body.form == FLAT_TUPLE
+            and not body.storages
+            and len(values) == len(refs) == refs.count(-1)
+            and _PLAIN.issuperset(map(type, values))
+        ):
+            return tuple(values), []
     if (
         body is None
         # There is nothing that torch or a serializer would make.
