@@ -248,10 +248,9 @@ class Caller:
             with shielded():
                 try:
                     self._begin_all(starts, outcomes, calls)
-                    if not self._pool.is_pool_thread:
-                        self._waiting.read_for_all(calls)
+                    wait = self._waiting.wait_for_call_shielded
                     for call in calls:
-                        if not (call.done or call.wait()):
+                        if not (call.done or wait(call, None)):
                             worker = self._network.find(call.link.worker)
                             call.settle(None, _timed_out(call, worker))
                 except BaseException:  # as in `call`

@@ -31,17 +31,17 @@ from gradwire.rpc._turn import (
 )
 from gradwire.transport import Connection, Frame, RawBuffer, Ticket
 
-__all__ = ["MOST_PASSED_ON", "SLICE_S", "Link", "LinkOwner"]
+__all__ = ["Link", "LinkOwner"]
 
 T = TypeVar("T")
 
 _MOST_HELD = 64
 _MOST_GAUGES = 64
 _NOT_LEFT = 64  # waits of handlers, after one that did not come back soon
-MOST_PASSED_ON = 3
+_MOST_PASSED_ON = 3
 """Requests after which a caller leaves the reading to those who serve them: a call or two
 back belong to most conversations."""
-SLICE_S = 0.05
+_SLICE_S = 0.05
 """How long a caller reads before it looks whether it still has to."""
 
 
@@ -393,7 +393,7 @@ class Link:
         try:
             gauge = self._gauges.get(what) or self.gauge_of(what)
             self._read_until(
-                turn, outcome, deadline, gauge, unless_under_way, wait, MOST_PASSED_ON
+                turn, outcome, deadline, gauge, unless_under_way, wait, _MOST_PASSED_ON
             )
         finally:
             this_thread.turn = before
@@ -453,24 +453,7 @@ class Link:
                 leave_unread(self)
             if not turn.serving_since:  # else a look is due: it was put off since then
                 self._owner.turn_begins(time.monotonic())
-        if not turn.siblings:
-            self._last_turn = turn
-
-    def read_as_sibling(self, turn: Turn) -> int:
-        """Reads once, and handles what was there, for a thread that reads others as well.
-
-        Returns:
-            How many requests were passed on to the pool.
-        """
-        if turn.is_over or (turn.serving_since and not self.reads_again(turn)):
-            return 0
-        frames = self._receive()
-        if not frames:
-            return 0
-        now = self.last_received
-        for sibling in turn.siblings:  # none of them is read meanwhile
-            sibling.serving_since = now
-        return self._handle_as_caller(frames, turn)
+        self._last_turn = turn
 
     def reads_again(self, turn: Turn) -> bool:
         """A turn's thread has handled what there was; False if the turn is over.
@@ -595,9 +578,9 @@ class Link:
         ready = None if self.num_waiting else gauge.spin(is_ready)
         if not ready:
             let_others_read()
-            left = deadline - time.monotonic() if deadline else SLICE_S
+            left = deadline - time.monotonic() if deadline else _SLICE_S
             # In slices: something else than this connection may end the wait.
-            ready = is_ready(max(0.0, min(left, SLICE_S)) * 1e3)
+            ready = is_ready(max(0.0, min(left, _SLICE_S)) * 1e3)
             gauge.note(time.perf_counter() - start)
         return ready
 
@@ -620,8 +603,8 @@ class Link:
         filenos = [self.fileno]
         if self._pool.leads and self._poller_fileno is not None:
             filenos.append(self._poller_fileno)
-        left = deadline - time.monotonic() if deadline else SLICE_S
-        ready = readiness(*filenos)(max(0.0, min(left, SLICE_S)) * 1e3)
+        left = deadline - time.monotonic() if deadline else _SLICE_S
+        ready = readiness(*filenos)(max(0.0, min(left, _SLICE_S)) * 1e3)
         if self._others_call(ready):
             self._pool.resign()
 

@@ -90,7 +90,7 @@ class Turn:
         self.rest: list[Any] = []
         # What nobody waits for, and so comes after what was asked for meanwhile; likewise.
         self.put_off: list[Callable[[], None]] = []
-        # All turns of a thread that waits for several connections; see `_several`.
+        # All turns of a thread that goes from connection to connection; see `_round`.
         self.siblings: Sequence[Turn] = ()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gradwire.errors import UsageError
 from gradwire.rpc._calls import PendingCall
@@ -12,7 +12,6 @@ from gradwire.rpc._future import Outcome
 from gradwire.rpc._link import Link
 from gradwire.rpc._network import Network
 from gradwire.rpc._peer import Peer
-from gradwire.rpc._several import Reading, read_several
 from gradwire.rpc._signals import shielded
 from gradwire.rpc._turn import about_to_block, call_for_help, this_thread
 from gradwire.wire import thread_state_is_clean
@@ -64,36 +63,6 @@ class Waiting:
             finally:
                 link.waits_elsewhere(-1)
         return call.done
-
-    def read_for_all(self, calls: Sequence[PendingCall]) -> None:
-        """Reads what several calls wait for, all of it on this thread, if it simply can.
-
-        The thread is none of the pool, and the main thread is inside `shielded`. Calls
-        need not be done when it returns: each has to be waited for as if it were alone.
-        """
-        if this_thread.turn is not None or not thread_state_is_clean():
-            return
-        readings: dict[Link, Reading] = {}
-        limit = 0.0
-        for call in calls:
-            if call.done:
-                continue
-            link = call.link
-            if (reading := readings.get(link)) is not None:
-                reading.calls.append(call)
-            else:
-                peer = self._network.peer_of(link)
-                writer = link.connection.writer
-                if peer is None or (writer and writer == threading.get_ident()):
-                    return  # whoever waits for it alone says what is wrong
-                if link.holds:
-                    link.flush()
-                readings[link] = Reading(link, call, peer.calls)
-            if call.deadline:
-                limit = min(limit or call.deadline, call.deadline)
-        if len(readings) > 1:
-            about_to_block()
-            read_several([*readings.values()], limit)
 
     def wait_for(
         self, outcome: Outcome, peer: Peer, what: str, limit: float = 0.0

@@ -584,17 +584,6 @@ def test_turn_that_others_have_ended_is_nobodys_again(calling):
     assert turns[0].is_over
 
 
-def test_turn_with_siblings_is_nobodys_again(calling):
-    """These end it with their own, whoever has it."""
-    link = calling[0]
-    turn = link.take_callers_turn()
-    turn.siblings = [turn]
-
-    link.leave_callers_turn(turn, [])
-
-    assert link.take_callers_turn() is not turn
-
-
 def test_caller_that_leaves_a_connection_unread_has_put_a_look_off_before(calling):
     link, _, owner = calling
 
