@@ -4,8 +4,9 @@ It is made of parts with one job each, and this module ties them together:
 
     WorkerPool   threads                   Network     who is there, and connections
     Rounds       what is due by time       Caller      making calls, waiting for answers
-    Peer, Link   another worker and the    Server      running others' requests
-                 connection to it          Departure   graceful shutdown
+    Peer, Link   another worker and the    Answers     what they carry, and who is told
+                 connection to it          Server      running others' requests
+                                           Departure   graceful shutdown
                                            Membership  news of who comes and goes
 
 Nothing here is global: a process may hold several agents.
@@ -30,6 +31,7 @@ from gradwire.errors import (
     TransportError,
 )
 from gradwire.rpc._allocator import expect_large_blocks
+from gradwire.rpc._answers import Answers
 from gradwire.rpc._calling import Caller
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._exports import exports
@@ -147,7 +149,9 @@ class Agent:
         self._server = Server(self, self.interceptors)
         self._rounds = Rounds(self)
         self.watch: TurnWatch = self._rounds.watch
-        self._caller = caller = Caller(self, self._rounds)
+        answers = Answers(self)
+        self._on_answer = answers.on_answer
+        self._caller = caller = Caller(self, self._rounds, answers.run_callback)
         # What the layers above use, without a step in between that each call would take.
         self.call, self.call_all = caller.call, caller.call_all
         self.begin_call, self.begin_own = caller.begin_call, caller.begin_own
@@ -216,7 +220,7 @@ class Agent:
             if kind == _CALL_KIND:
                 return [peer, message, frame]
             if kind in _REPLY_KINDS:
-                callbacks = self._caller.on_answer(peer, message, frame)
+                callbacks = self._on_answer(peer, message, frame)
                 if callbacks is not None:
                     return [peer, callbacks, None]
             elif type(message) in self._requests:

@@ -1,13 +1,10 @@
-"""Making calls: encoding and sending them, and what becomes of their answers."""
+"""Making calls: encoding and sending them, and waiting for their ends."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +13,12 @@ import torch
 from gradwire._config import UNSET_TIMEOUT
 from gradwire.errors import (
     CallTimeout,
-    DecodeError,
     EncodeError,
-    RemoteProtocolError,
     TransportError,
 )
 from gradwire.rpc._calls import PendingCall
 from gradwire.rpc._context import serving_agent
 from gradwire.rpc._future import (
-    DEEPEST,
     FOREVER_S,
     Future,
     Outcome,
@@ -48,27 +42,19 @@ from gradwire.rpc._serving import (
     WITH_FUNCTION,
     WITH_KEYWORDS,
 )
-from gradwire.rpc._signals import interruptible, may_be_of_a_signal, shielded
+from gradwire.rpc._signals import interruptible, shielded
 from gradwire.rpc._targets import labels, own_names
-from gradwire.rpc._turn import current_turn
 from gradwire.rpc._waiting import Waiting
-from gradwire.transport import Frame, Ticket
+from gradwire.transport import Ticket
 from gradwire.wire import (
     FLAT_TUPLE,
-    NO_VALUE,
     PLAIN_TYPES,
     Body,
     Call,
-    Message,
     Outgoing,
-    Reply,
-    decode_small,
-    decode_value,
     encode,
-    is_bare,
     plain_body,
     set_compiler,
-    tracked_tensors,
 )
 
 if TYPE_CHECKING:
@@ -78,15 +64,7 @@ if TYPE_CHECKING:
 __all__ = ["Caller"]
 
 _CALL_OVERHEAD_BYTES = 512  # what the callee holds for a request beside its bytes
-_NO_HEADERS: Mapping[str, bytes] = {}
 _FLOOD = 16  # calls in flight to one peer from which on they are sent in batches
-
-
-class _Local(threading.local):
-    """What a thread has to do with callbacks."""
-
-    depth = 0  # of callbacks that are run by callbacks
-    put_off: list[Callable[[], None]] | None = None  # until an answer is handled
 
 
 class Caller:
@@ -95,26 +73,30 @@ class Caller:
     Args:
         agent: Whose calls.
         rounds: Looks at deadlines.
+        run_callback: Runs those of futures.
     """
 
-    def __init__(self, agent: Agent, rounds: Rounds) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        rounds: Rounds,
+        run_callback: Callable[[Callable[[], None]], None],
+    ) -> None:
         self._agent = agent
         self._network = agent.network
-        self._pool = agent.pool
         self._departure = agent.departure
         self._interceptors = agent.interceptors
-        self._by_name = {i.name: i for i in agent.interceptors}
         self._of_all_calls = [i for i in agent.interceptors if i.sees_all_calls]
         self._packing = agent.packing
         self._serializer = agent.serializer
         self._targets = agent.targets
         self._rounds = rounds
+        self._run_callback = run_callback
         self._waiting = Waiting(agent.network, self.expire)
         self._await_answer = self._waiting.wait_for_call
         self.wait_for = self._waiting.wait_for
         self._comebacks = Comebacks(agent)
         self._ids = itertools.count(1)
-        self._local = _Local()
         self.num_started = 0
 
     def call(
@@ -613,144 +595,6 @@ class Caller:
         if peer.calls.give_up(call):
             call.settle(None, _timed_out(call, peer))
             self._departure.check()
-
-    def _run_callback(self, callback: Callable[[], None]) -> None:
-        turn = current_turn()
-        local = self._local
-        # Not in the middle of a handler that waits: what it has set for its thread, such
-        # as no_grad, is not for others, and neither is it to wait for them. Nor at the end
-        # of a long chain of futures, each of which completes the next one.
-        if (
-            not self._pool.is_pool_thread
-            or (turn is not None and turn.is_callers)
-            or local.depth >= DEEPEST
-        ):
-            self._pool.submit(callback)
-        elif local.put_off is not None:
-            local.put_off.append(callback)
-        else:
-            self._pool.ensure_follower()
-            local.depth += 1
-            try:
-                callback()
-            finally:
-                local.depth -= 1
-
-    # ------------------------------------------------------------------ answers
-
-    def on_answer(
-        self, peer: Peer, message: Message, frame: Frame
-    ) -> Callable[[], None] | None:
-        """An answer came; returns the callbacks that are to be run, if there are any.
-
-        They may do anything: the answer has to count as handled before.
-        """
-        call = peer.calls.take(message.id)  # type: ignore[attr-defined]
-        if call is None:
-            self._drop_answer(peer, message)
-            return None
-        if call.future is None:
-            self._finish_call(peer, call, message, frame)
-            return None
-        put_off = self._local.put_off = []
-        try:
-            self._finish_call(peer, call, message, frame)
-        except BaseException:
-            self._pool.submit(*put_off)
-            raise
-        finally:
-            self._local.put_off = None
-        return functools.partial(self._run_all, put_off) if put_off else None
-
-    def _run_all(self, callbacks: list[Callable[[], None]]) -> None:
-        for callback in callbacks:
-            self._run_callback(callback)
-
-    def _finish_call(
-        self, peer: Peer, call: PendingCall, message: Message, frame: Frame
-    ) -> None:
-        try:
-            if (
-                type(message) is Reply
-                and message.body is None
-                and not (message.headers or call.notes or frame.buffers)
-                and is_bare(frame.head)
-            ):
-                call.settle(None, None)  # as of most functions without a result
-            else:
-                call.settle(*self._read_answer(peer, call, message, frame))
-        except BaseException:
-            # A signal handler raised on a caller's thread; the call may be another's.
-            again = functools.partial(self._finish_call, peer, call, message, frame)
-            self._pool.submit(again)
-            raise
-        if self._departure.reports:
-            self._departure.check()
-
-    def _read_answer(
-        self, peer: Peer, call: PendingCall, message: Message, frame: Frame
-    ) -> tuple[Any, BaseException | None]:
-        """The value or the error that an answer carries."""
-        try:
-            small = None
-            if (
-                type(message) is Reply
-                and (body := message.body) is not None
-                and body.tensors
-                and not frame.buffers
-            ):
-                small = decode_small(body, frame.head)
-            if small is not None:
-                value, tracked = small
-            else:
-                value, tensors = decode_value(
-                    message,
-                    frame.head,
-                    frame.buffers,
-                    peer.unpack or self._packing.unpacker(peer),
-                    self._serializer,
-                )
-                if type(message) is not Reply:
-                    return None, self._agent.rebuild(value)
-                if value is NO_VALUE:
-                    value = None  # see `_Request.succeed`
-                has_any = bool(message.headers and tensors)
-                tracked = tracked_tensors(message, tensors) if has_any else []
-            headers = message.headers or _NO_HEADERS  # type: ignore[attr-defined]
-            notes = call.notes
-            if not headers and not notes:
-                return value, None  # nothing for anybody else
-            for name, interceptor in self._by_name.items():
-                if name in headers or name in notes:
-                    interceptor.received_reply(
-                        peer,
-                        call.id,
-                        call.target,
-                        notes.get(name),
-                        headers.get(name),
-                        tracked,
-                        small is not None,
-                    )
-        except BaseException as problem:
-            if may_be_of_a_signal(problem):
-                raise
-            self._packing.discard(problem)
-            self._drop_answer(peer, message)
-            if not isinstance(problem, Exception):
-                # Not as it is: it would end the program that asked, which did nothing.
-                name = f"{type(problem).__name__}: {problem}"
-                text = f"the answer to {call.target} cannot be rebuilt here ({name})"
-                return None, DecodeError(text, worker=peer.info.name)
-            return None, problem
-        return value, None
-
-    def _drop_answer(self, peer: Peer, message: Message) -> None:
-        headers: dict[str, bytes] | None = getattr(message, "headers", None)
-        for interceptor in self._interceptors:
-            if headers and interceptor.name in headers:
-                call_id: int = message.id  # type: ignore[attr-defined]
-                with contextlib.suppress(RemoteProtocolError):  # as in `Server._drop`
-                    interceptor.dropped_reply(peer, call_id, headers[interceptor.name])
 
     def fail(self, peer: Peer, call: PendingCall, error: BaseException) -> None:
         if peer.calls.take(call.id) is not None:
