@@ -21,7 +21,8 @@ import autograd_programs as programs
 import functions
 import probes
 from autograd_functions import call, parameter
-from gradwire import autograd
+from gradwire import autograd, rpc
+from gradwire.autograd._api import current_exchange
 from gradwire.errors import (
     AutogradError,
     BackwardFailed,
@@ -747,3 +748,37 @@ def test_plain_backward_over_two_contexts_matches_one_process_or_names_both():
 
     expected = fn.in_one_process(lambda: program().backward())
     fn.assert_same(fn.fetch_grad(), expected.gradients)
+
+
+# -------------------------------------------------------------- failures at the same time
+
+
+def fail_elsewhere_before_the_end() -> None:
+    """From now on, once: a pass fails elsewhere just when our part has come to its end."""
+    exchange = current_exchange()
+    end_part = exchange.end_part
+
+    def end(side: Any, run: Any) -> None:
+        exchange.end_part = end_part  # type: ignore[method-assign]
+        exchange.abort(side, run, RuntimeError("elsewhere"))
+        end_part(side, run)
+
+    exchange.end_part = end  # type: ignore[method-assign]
+
+
+def count_failed_runs() -> int:
+    return sum(side.failed is not None for side in current_exchange().registry.sides())
+
+
+@on_worker(0)
+def test_pass_that_fails_elsewhere_at_the_end_of_a_part_is_forgotten_there():
+    x = torch.ones(2, requires_grad=True)
+    rpc.rpc_sync("w1", fail_elsewhere_before_the_end)
+    with autograd.context() as ctx:
+        y = rpc.rpc_sync("w1", torch.mul, (x * 1, 2))
+        with pytest.raises(RuntimeError, match="elsewhere"):
+            autograd.backward(ctx, [y.sum()], timeout=10.0)
+
+        assert rpc.rpc_sync("w1", count_failed_runs) == 0
+        y = rpc.rpc_sync("w1", torch.mul, (x * 1, 3))
+        autograd.backward(ctx, [y.sum()], timeout=10.0)

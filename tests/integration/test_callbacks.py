@@ -131,6 +131,54 @@ def test_argument_that_exits_where_it_is_read_is_an_error():
     assert rpc.rpc_sync("w1", rpc.get_debug_info)["server_active_calls"] == 1
 
 
+class AsksWhenRead:
+    """An object that calls where it is unpickled, and waits for that."""
+
+    def __reduce__(self) -> Any:
+        return _ask, ()
+
+
+def _ask() -> None:
+    # While this one waits, its thread reads the answer of `aside`, which lets it go on.
+    rpc.rpc_async("w1", functions.set_event, ("aside",))
+    rpc.rpc_sync("w1", functions.block_until_set, ("asked",), timeout=SOON_S)
+
+
+def return_what_asks() -> AsksWhenRead:
+    return AsksWhenRead()
+
+
+def wait_for_the_end_in_a_callback() -> str:
+    """How a call ends whose worker dies, if a callback waits for it."""
+    ends: list[str] = []
+
+    def see_it_die(_: object) -> None:
+        try:
+            rpc.rpc_async("w1", die).wait(SOON_S)
+        except Exception as error:
+            ends.append(type(error).__name__)
+
+    aside = rpc.rpc_async("w1", functions.block_until_set, ("aside",))
+    aside.add_done_callback(
+        lambda _: rpc.rpc_sync("w1", functions.set_event, ("asked",))
+    )
+    answer = rpc.rpc_async("w1", return_what_asks)
+    answer.add_done_callback(see_it_die)
+    api.wait_until(lambda: ends)
+    return ends[0]
+
+
+@pytest.mark.chaos
+def test_callback_of_an_answer_that_called_when_it_was_read_may_wait(make_cluster):
+    """It runs when the answer counts as read, or the end of its worker would wait for it."""
+    cluster = make_cluster(2)
+
+    end = cluster.run(0, wait_for_the_end_in_a_callback)
+    cluster.wait_dead(1)
+
+    assert end == PeerLostError.__name__
+
+
 # ----------------------------------------------------------------------- limits of waits
 
 

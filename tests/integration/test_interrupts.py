@@ -336,6 +336,87 @@ is_quiet_in = dict.fromkeys(KINDS, is_quiet) | {
 }
 
 
+# What is read here interrupts the program that waits for it, and holds its reader up.
+_may_read_on = threading.Event()
+
+
+class ReadSlowly:
+    """Interrupts who waits for it when it arrives, and comes when that is over."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_slowly, ()
+
+
+def _read_slowly() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        os.kill(os.getpid(), signal.SIGINT)
+        _may_read_on.wait(LIMIT_S)
+
+
+def double_slowly(x: torch.Tensor) -> tuple[torch.Tensor, ReadSlowly]:
+    return x * 2, ReadSlowly()
+
+
+def interrupt_while_another_thread_reads_the_answer(to: str) -> float:
+    """The gradient of a later call of the same context."""
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    beside = threading.Thread(
+        target=rpc.rpc_sync, args=(to, targets.block_until_set, ("beside",))
+    )
+    with autograd.context() as ctx, _Interrupter() as interrupter:
+        beside.start()
+        rpc.rpc_sync(to, targets.wait_until_blocked, ("beside",), timeout=LIMIT_S)
+        ended, _ = interrupter.run(lambda: rpc.rpc_sync(to, double_slowly, (x,)))
+        assert not ended
+        _may_read_on.set()
+        rpc.rpc_sync(to, targets.set_event, ("beside",), timeout=LIMIT_S)
+        beside.join(LIMIT_S)
+        y = rpc.rpc_sync(to, torch.mul, (x, 3.0), timeout=LIMIT_S)
+        autograd.backward(ctx, [y.sum()], timeout=LIMIT_S / 2)
+        return ctx.gradients()[x][0].item()
+
+
+def interrupt_passes_everywhere(
+    to: str, is_plain: bool, first: int, step: int
+) -> tuple[int, str]:
+    """As `interrupt_everywhere`, for passes alone, after which the context goes on."""
+    with _Interrupter() as interrupter:
+        for number in itertools.count(first, step):
+            tracer = _Tracer(number)
+            x = torch.tensor([1.0, 2.0], requires_grad=True)
+
+            def run_pass(loss: torch.Tensor) -> None:
+                if is_plain:
+                    loss.backward()
+                else:
+                    autograd.backward(ctx, [loss], timeout=LIMIT_S / 4)
+
+            with autograd.context() as ctx:
+                loss, _other = (
+                    rpc.rpc_sync(to, torch.mul, (x, factor), timeout=LIMIT_S).sum()
+                    for factor in (3.0, 5.0)
+                )
+                sys.settrace(tracer.on_call)
+                try:
+                    interrupter.run(lambda: run_pass(loss))  # noqa: B023
+                finally:
+                    sys.settrace(None)
+                where = f"(point {number}, {tracer.where})"
+                try:
+                    # The end of a plain one is seen when its frames are gone.
+                    probes.wait_until(is_quiet_after_context, "no pass is under way")
+                    run_pass(rpc.rpc_sync(to, torch.mul, (x, 7.0)).sum())
+                except (AssertionError, GradwireError) as error:
+                    return number, f"{error!r} {where}"
+                found = x.grad if is_plain else ctx.gradients()[x]
+            assert found is not None
+            if found[0].item() not in (7.0, 10.0):
+                return number, f"{found} {where}"
+            if not tracer.where:
+                return number, ""
+    raise AssertionError("a count without end has ended")
+
+
 def wait_and_be_interrupted(to: str, sync: bool) -> float:
     """When the interrupt ended the wait, on the clock that all processes share."""
     with _Interrupter() as interrupter:
@@ -452,6 +533,34 @@ def test_interrupt_is_safe_at_every_point(make_cluster, kind, options):
 
     assert problem == ""
     assert last > 50
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11) or sys.implementation.name != "cpython",
+    reason="knows where CPython 3.11 looks for signals",
+)
+@pytest.mark.parametrize("is_plain", [False, True], ids=["explicit", "plain"])
+def test_context_goes_on_after_a_pass_that_was_interrupted_anywhere(
+    make_cluster, is_plain
+):
+    cluster = make_cluster(2)
+    first = random.randint(1, LARGE_STEP)
+    print(f"every point from {first} on in steps of {LARGE_STEP}")
+
+    last, problem = cluster.run(
+        0, interrupt_passes_everywhere, "w1", is_plain, first, LARGE_STEP
+    )
+
+    assert problem == ""
+    assert last > 50
+
+
+def test_call_is_given_up_while_another_thread_reads_its_answer(make_cluster):
+    cluster = make_cluster(2)
+
+    found = cluster.run(0, interrupt_while_another_thread_reads_the_answer, "w1")
+
+    assert found == 3.0
 
 
 @pytest.mark.parametrize("sync", [True, False])

@@ -360,3 +360,16 @@ def test_other_optimizers_must_be_exported():
     for cls in (fn.OwnOptimizer, torch.optim.Optimizer):
         with pytest.raises(NotExported):
             DistributedOptimizer(cls, module.remote_parameters(), lr=0.5)
+
+
+@on_safe_worker
+def test_call_whose_name_cannot_be_sent_leaves_its_context_alone():
+    x = torch.ones(2, requires_grad=True)
+    with autograd.context() as ctx:
+        y = x * 2
+        with pytest.raises(EncodeError):
+            rpc.rpc_sync("w1", "no such name \ud800", args=(y,))
+
+        autograd.backward(ctx, [y.sum()], timeout=10.0)
+
+        assert torch.equal(ctx.gradients()[x], torch.full((2,), 2.0))

@@ -387,6 +387,8 @@ class Exchange:
             self._fail_join(side, run, error)
         else:
             self.end_part(side, run)
+            if side.failed is run:  # elsewhere, since it was asked above
+                self.end_failed(side, run)
 
     def _fail_join(self, side: Side, run: Run, error: BaseException) -> None:
         self.fail(side, run, error)

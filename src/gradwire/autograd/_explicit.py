@@ -13,10 +13,12 @@ from gradwire.autograd._context import active_context, current_handler
 from gradwire.autograd._engine import Destination
 from gradwire.autograd._passes import PassKind, TellStart
 from gradwire.errors import BackwardTimeout
+from gradwire.rpc.extension import shielded
 
 if TYPE_CHECKING:
     from gradwire.autograd._context import Side
     from gradwire.autograd._exchange import Exchange
+    from gradwire.autograd._run import Run
 
 __all__ = ["backward"]
 
@@ -40,15 +42,16 @@ def backward(
     retain = retain or create_graph
     if side.run is not None:
         exchange.leftovers.work_off()  # of a plain backward that has failed just now
-    with side.lock:
-        exchange.check_whole(side)
-        pass_, instructions = side.state.start(
-            PassKind(destination, retain, create_graph)
-        )
-        tail = side.peek_tail()
-        run = exchange.begin(side, pass_)
-        run.limit, run.autocast = limit, autocast_state()
+    run: Run | None = None
     try:
+        with shielded(), side.lock:  # no pass may begin of which nobody knows
+            exchange.check_whole(side)
+            pass_, instructions = side.state.start(
+                PassKind(destination, retain, create_graph)
+            )
+            tail = side.peek_tail()
+            run = exchange.begin(side, pass_)
+            run.limit, run.autocast = limit, autocast_state()
         if run.hold_starts():
             instructions = [i for i in instructions if type(i) is not TellStart]
         if instructions:
@@ -58,8 +61,9 @@ def backward(
         exchange.end_part(side, run)
         exchange.wait_for_children(run)
     except BaseException as error:
-        exchange.fail(side, run, error)
-        exchange.end_failed(side, run)
+        if run is not None:
+            exchange.fail(side, run, error)
+            exchange.end_failed(side, run)
         raise
     if gradients and destination is Destination.INTO_DICTIONARY:
         exchange.keep(side, run, gradients)

@@ -32,6 +32,7 @@ from gradwire.errors import (
     NotInitialized,
     UsageError,
 )
+from gradwire.rpc.extension import shielded
 
 if TYPE_CHECKING:
     from gradwire.autograd._context import ContextName, Received, Side
@@ -58,34 +59,37 @@ def admit(
     other = side.run
     if other is not None and other.task not in (None, task):
         exchange.leftovers.work_off()  # of a backward that has failed just now
-    with side.lock:
-        run = exchange.run_here(side)
-        if run is not None and run.pass_.covers(message.event):
-            return run, []
-        if not has_gradient:
-            return None, []
-        _check_may_start(exchange, side, message, task)
-        exchange.check_whole(side)
-        create_graph = torch.is_grad_enabled()
-        retain = keeps_graph() or create_graph
-        destination = Destination.INTO_GRAD if is_into_grad() else Destination.THROUGH
-        if side.attempt is not None and destination is Destination.INTO_GRAD:
-            raise UsageError(
-                "a plain backward() puts gradients into .grad, and from there they cannot "
-                "be taken back if the step has to be run again. Inside of retry() call "
-                "ctx.backward(loss)"
+    with shielded():  # no pass may begin to whose end nobody sees
+        with side.lock:
+            run = exchange.run_here(side)
+            if run is not None and run.pass_.covers(message.event):
+                return run, []
+            if not has_gradient:
+                return None, []
+            _check_may_start(exchange, side, message, task)
+            exchange.check_whole(side)
+            create_graph = torch.is_grad_enabled()
+            retain = keeps_graph() or create_graph
+            destination = (
+                Destination.INTO_GRAD if is_into_grad() else Destination.THROUGH
             )
-        pass_, instructions = side.state.start(
-            PassKind(destination, retain, create_graph)
-        )
-        run = exchange.begin(side, pass_)
-        run.task, run.autocast = task, autocast_state()
-        instructions += [
-            TellNone(recv.peer, pass_.id, recv.number, is_last=not retain)
-            for recv in run.recvs
-            if not _is_reached(recv, message, task)
-        ]
-    end = _PlainEnd(exchange, side, run)
+            if side.attempt is not None and destination is Destination.INTO_GRAD:
+                raise UsageError(
+                    "a plain backward() puts gradients into .grad, and from there they cannot "
+                    "be taken back if the step has to be run again. Inside of retry() call "
+                    "ctx.backward(loss)"
+                )
+            pass_, instructions = side.state.start(
+                PassKind(destination, retain, create_graph)
+            )
+            run = exchange.begin(side, pass_)
+            run.task, run.autocast = task, autocast_state()
+            instructions += [
+                TellNone(recv.peer, pass_.id, recv.number, is_last=not retain)
+                for recv in run.recvs
+                if not _is_reached(recv, message, task)
+            ]
+        end = _PlainEnd(exchange, side, run)
     if message.lease is not None:
         message.lease.is_over = not retain  # from now on the pass's end is the call's
     queue_callback(end)

@@ -41,8 +41,12 @@ _has_private_names = (
     and _is_profiled is not None
     and hasattr(Optimizer, "profile_hook_step")
 )
-# All functions that it wraps have the code of the wrapper in common.
-_grad_mode_code = _with_grad_mode(lambda: None).__code__ if _has_private_names else None
+# All functions that a decorator wraps have the code of its wrapper in common. What else
+# it marks them with, other wrappers around them take over.
+_hook_code = _grad_mode_code = None
+if _has_private_names:
+    _hook_code = getattr(Optimizer.profile_hook_step(lambda *_: None), "__code__", None)
+    _grad_mode_code = _with_grad_mode(lambda: None).__code__
 
 
 def run_step(optimizer: Optimizer, *args: Any) -> Any:
@@ -50,7 +54,7 @@ def run_step(optimizer: Optimizer, *args: Any) -> Any:
     step: Any = type(optimizer).step
     if (
         not _has_private_names
-        or not getattr(step, "hooked", False)
+        or getattr(step, "__code__", None) is not _hook_code
         or "step" in vars(optimizer)
         or _has_hooks(optimizer)
     ):

@@ -67,6 +67,8 @@ class Answers:
         if call.future is None:
             self._finish_call(peer, call, message, frame)
             return None
+        # What it carries may call when it is rebuilt, and read another answer meanwhile.
+        before = self._local.put_off
         put_off = self._local.put_off = []
         try:
             self._finish_call(peer, call, message, frame)
@@ -74,7 +76,7 @@ class Answers:
             self._pool.submit(*put_off)
             raise
         finally:
-            self._local.put_off = None
+            self._local.put_off = before
         return functools.partial(self._run_all, put_off) if put_off else None
 
     def _run_all(self, callbacks: list[Callable[[], None]]) -> None:

@@ -586,9 +586,9 @@ class Caller:
 
     def _give_up(self, call: PendingCall) -> None:
         peer = self._network.peer_of(call.link)
-        if peer is not None:
-            peer.calls.give_up(call)
-        call.fail_notes()
+        # Whoever has taken it out of the table, to read its answer perhaps, needs its notes.
+        if peer is not None and peer.calls.give_up(call):
+            call.fail_notes()
 
     def expire(self, peer: Peer, call: PendingCall) -> None:
         """A call has reached its deadline."""

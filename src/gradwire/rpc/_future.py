@@ -15,7 +15,7 @@ import torch
 
 from gradwire.errors import DeadlineExceeded, RemoteError, UsageError
 from gradwire.rpc._log import log as _log
-from gradwire.rpc._signals import interruptible, may_be_of_a_signal
+from gradwire.rpc._signals import interruptible, may_be_of_a_signal, shielded
 from gradwire.rpc._turn import about_to_block, let_others_read
 
 __all__ = ["Eventually", "Future", "Later", "Outcome"]
@@ -219,9 +219,15 @@ class Future(torch.futures.Future[T], Generic[T]):
         self._complete(None, result)
 
     def _complete(self, value: Any, error: BaseException | None) -> None:
-        if not self._outcome.finish(value, error):
+        is_first = False
+        try:
+            with shielded():  # of those who wait, none may be forgotten
+                is_first = self._outcome.finish(value, error)
+        finally:
+            if is_first:
+                self._settle()
+        if not is_first:
             raise UsageError("Future can only be marked completed once")
-        self._settle()
 
     def _settle(self) -> None:
         """Completes torch's half, then runs the callbacks where they may block."""

@@ -148,14 +148,14 @@ class Link:
 
     def _arm(self, *, read: bool | None = None, write: bool | None = None) -> None:
         """Tells the poller what to report. The caller holds the lock."""
-        if read is not None:
-            self._reading_wanted = read
-        if write is not None:
-            self._writing_wanted = write
+        if read is None:
+            read = self._reading_wanted
+        if write is None:
+            write = self._writing_wanted
         if self._open and self.connection.end is None:  # else there is always an event
-            self._pool.poller.arm(
-                self.fileno, self._reading_wanted, self._writing_wanted
-            )
+            self._pool.poller.arm(self.fileno, read, write)
+        # After that: should a signal handler raise before, it is asked for once more.
+        self._reading_wanted, self._writing_wanted = read, write
 
     # --------------------------------------------------------------------- sending
 

@@ -23,6 +23,7 @@ from gradwire.wire import (
     Reply,
     describe_small,
     encode_small,
+    is_bare,
     thread_state_is_clean,
 )
 
@@ -79,6 +80,11 @@ class Lookups:
             return False
         if call.style:  # anything but positional arguments
             return False
+        refs = body.refs
+        if not len(refs) == refs.count(-1) == len(body.plain) or not is_bare(
+            frame.head
+        ):
+            return False  # there is more in it, or it is malformed
         if peer.held.calls + link.connection.num_queued >= self._max_calls:
             return False
         turn = current_turn()

@@ -433,6 +433,8 @@ def _encode_small(  # noqa: PLR0912, PLR0915 - written out on purpose
         message.body = body  # type: ignore[attr-defined]
         control = _encode_control(message)
     except (AttributeError, *_MSGPACK_ERRORS):
+        if on_tensors is not None:
+            raise  # the long way would tell it once more
         return None
     parts[0] = _pack_fixed(kind, 0, 0, len(control), 0)
     parts[1] = control
@@ -544,6 +546,8 @@ def _encode_plain(
         message.body = body  # type: ignore[attr-defined]
         control = _encode_control(message)
     except (AttributeError, *_MSGPACK_ERRORS):
+        if on_tensors is not None:
+            raise  # the long way would tell it once more
         return None
     return Outgoing(_pack_fixed(kind, 0, 0, len(control), 0) + control)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +188,44 @@ def test_classes_of_torch_come_to_the_same(cls):
         long.step()
 
     assert torch.equal(ours, theirs)
+
+
+def test_step_of_a_subclass_that_looks_like_the_one_it_wraps_is_called():
+    """`functools.wraps` takes over the marks that torch leaves on a function."""
+    torch.optim.SGD([make_parameter()])  # from now on its class is marked
+
+    looks_like_it: Any = functools.wraps(torch.optim.SGD.step)
+
+    class Clipping(torch.optim.SGD):
+        @looks_like_it
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.clamp_(-0.25, 0.25)
+            return super().step(closure)
+
+    parameter, twin = make_parameter(), make_parameter()
+    for one in (parameter, twin):
+        one.grad = torch.ones_like(one)
+
+    run_step(Clipping([parameter], lr=1.0))
+    Clipping([twin], lr=1.0).step()
+
+    assert torch.equal(parameter, twin)
+    assert torch.equal(parameter, make_parameter() - 0.25)
+
+
+def test_step_that_a_program_has_replaced_in_a_class_is_called(monkeypatch):
+    torch.optim.Adam([make_parameter()])
+    seen = []
+    original: Any = torch.optim.Adam.step
+
+    @functools.wraps(original)
+    def noted(*args):
+        seen.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+
+    run_step(torch.optim.Adam([make_parameter()]))
+
+    assert len(seen) == 1

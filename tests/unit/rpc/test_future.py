@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import weakref
 from typing import Any
 
@@ -66,3 +67,39 @@ def test_error_that_cannot_be_copied_is_raised_all_the_same(error):
         future.wait()
     with pytest.raises(RemoteError, match=f"{type(error).__name__}: 1 2"):
         torch.futures.wait_all([future])
+
+
+class Interrupting:
+    """A waiter that is woken when a signal comes."""
+
+    def __init__(self) -> None:
+        self.is_woken = False
+
+    def release(self) -> None:
+        self.is_woken = True
+        signal.raise_signal(signal.SIGUSR1)
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises."""
+
+
+def test_signal_that_comes_when_a_future_is_completed_leaves_nobody_waiting():
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    future: Future[int] = Future()
+    called: list[int] = []
+    future.add_done_callback(lambda f: called.append(f.value()))
+    waiters: Any = [Interrupting(), Interrupting()]
+    future._outcome._waiters = list(waiters)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            future.set_result(7)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert [waiter.is_woken for waiter in waiters] == [True, True]
+    assert called == [7]
+    assert torch.futures.wait_all([future]) == [7]

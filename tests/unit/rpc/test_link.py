@@ -811,3 +811,25 @@ def test_turn_that_is_ended_before_its_thread_has_said_that_it_goes_on_is_over(
 
     assert not idle_link.reads_again(turn)
     assert turn.is_over
+
+
+def test_reading_that_was_not_asked_for_to_the_end_is_asked_for_again(
+    calling, monkeypatch
+):
+    """A signal handler may raise at any call, when a thread is about to sleep."""
+    link = calling[0]
+    _call(calling, lambda: None)
+    poller = link._pool.poller
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(poller, "arm", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            link.read_by_others()
+    assert not link._reading_wanted
+
+    link.read_by_others()
+
+    assert link._reading_wanted

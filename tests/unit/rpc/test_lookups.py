@@ -14,7 +14,15 @@ from gradwire.rpc._interceptors import Interceptor
 from gradwire.rpc._lookups import Lookups
 from gradwire.rpc._turn import Turn, set_turn
 from gradwire.transport import Frame
-from gradwire.wire import Call, Reply, decode_control, decode_value, encode
+from gradwire.wire import (
+    FLAT_TUPLE,
+    Body,
+    Call,
+    Reply,
+    decode_control,
+    decode_value,
+    encode,
+)
 
 TENSOR = torch.arange(6.0).reshape(2, 3)
 
@@ -152,3 +160,31 @@ def test_calls_of_many_threads_are_all_counted():
         thread.join()
 
     assert lookups.num_served == 800
+
+
+@pytest.mark.parametrize("refs", [[], [0], [-1, -1], [5]], ids=str)
+def test_what_is_malformed_is_left_to_the_long_way(refs):
+    lookups, link = make_lookups(), Link()
+    call = Call(7, target="find", body=Body(FLAT_TUPLE, [1], refs))
+    head = encode(call).head
+    peer: Any = SimpleNamespace(held=SimpleNamespace(calls=0))
+    look_up: Any = lookups.by_target["find"]
+    any_link: Any = link
+
+    is_served = lookups.serve(look_up, any_link, peer, call, Frame(head, []))
+
+    assert not is_served
+    assert link.sent == []
+
+
+def test_what_has_something_behind_it_is_left_to_the_long_way():
+    lookups, link = make_lookups(), Link()
+    call = Call(7, target="find", body=Body(FLAT_TUPLE, [1], [-1]))
+    head = encode(call).head
+    peer: Any = SimpleNamespace(held=SimpleNamespace(calls=0))
+    look_up: Any = lookups.by_target["find"]
+    any_link: Any = link
+
+    assert lookups.serve(look_up, any_link, peer, call, Frame(head, []))
+    assert not lookups.serve(look_up, any_link, peer, call, Frame(head + b"more", []))
+    assert len(link.sent) == 1
