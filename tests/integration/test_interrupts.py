@@ -366,8 +366,9 @@ def interrupt_while_another_thread_reads_the_answer(to: str) -> float:
     with autograd.context() as ctx, _Interrupter() as interrupter:
         beside.start()
         rpc.rpc_sync(to, targets.wait_until_blocked, ("beside",), timeout=LIMIT_S)
-        ended, _ = interrupter.run(lambda: rpc.rpc_sync(to, double_slowly, (x,)))
-        assert not ended
+        ended = True
+        while ended:  # this thread may have read it itself
+            ended, _ = interrupter.run(lambda: rpc.rpc_sync(to, double_slowly, (x,)))
         _may_read_on.set()
         rpc.rpc_sync(to, targets.set_event, ("beside",), timeout=LIMIT_S)
         beside.join(LIMIT_S)
@@ -403,10 +404,8 @@ def interrupt_passes_everywhere(
                     sys.settrace(None)
                 where = f"(point {number}, {tracer.where})"
                 try:
-                    # The end of a plain one is seen when its frames are gone.
-                    probes.wait_until(is_quiet_after_context, "no pass is under way")
                     run_pass(rpc.rpc_sync(to, torch.mul, (x, 7.0)).sum())
-                except (AssertionError, GradwireError) as error:
+                except GradwireError as error:
                     return number, f"{error!r} {where}"
                 found = x.grad if is_plain else ctx.gradients()[x]
             assert found is not None

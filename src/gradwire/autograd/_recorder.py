@@ -138,6 +138,8 @@ class Recorder(Interceptor):
         tracked = _tracked(tensors, of_modules) if is_grad_enabled else {}
         records = is_grad_enabled and bool(tracked or is_cut)
         side = None if name is None else self._find_side(name, records)
+        if side is not None and side.run is not None:
+            exchange.leftovers.work_off()  # of a backward that has failed just now
         autocast = autocast_state()
         if side is None and is_grad_enabled and is_cut:
             is_reference = making is not None
@@ -173,8 +175,9 @@ class Recorder(Interceptor):
         autocast = autocast_state() if any_autocast() else None
         flags = 0 if torch.is_grad_enabled() else NOT_RECORDED
         if side is not None:
-            if side.run is not None:
-                exchange.tell_held(side)  # as in `sending_call`
+            if side.run is not None:  # as in `sending_call`
+                exchange.leftovers.work_off()
+                exchange.tell_held(side)
             if flags or autocast is not None:
                 header = CallHeader(flags, autocast=autocast)
                 side.describe_call(peer.info.id, header)
