@@ -127,6 +127,13 @@ class context:
         trace: TracebackType | None,
     ) -> None:
         """Releases the context on every worker that took part in it."""
+        try:
+            self._release()
+        except BaseException:  # a signal handler raised, perhaps before it was put off
+            self._release()
+            raise
+
+    def _release(self) -> None:
         with shielded():
             if self._opened is None:
                 return

@@ -19,6 +19,7 @@ __all__ = [
     "drop_gradients",
     "find_gradients",
     "find_source",
+    "replace_gradients",
 ]
 
 
@@ -82,3 +83,32 @@ def drop_gradients(context_id: int, parameters: Sequence[Tensor]) -> None:
     with side.lock:
         for parameter in parameters:
             side.gradients.pop(parameter, None)
+
+
+def replace_gradients(
+    context_id: int | None,
+    replaced: Sequence[tuple[Tensor, Tensor | None, Tensor | None]],
+) -> None:
+    """On the owner: puts others in the place of gradients, if they are still there.
+
+    Args:
+        context_id: As in `find_gradients`.
+        replaced: Parameters, each with the gradient that there was, and the new one.
+    """
+    if context_id is None:
+        for parameter, before, after in replaced:
+            if parameter.grad is before:
+                parameter.grad = after
+        return
+    try:
+        side = find_context(context_id)
+    except UnknownContext:
+        return  # it is over, or had no need of this worker
+    with side.lock:
+        for parameter, before, after in replaced:
+            if side.gradients.get(parameter) is not before:
+                continue
+            if after is None:
+                side.gradients.pop(parameter, None)
+            else:
+                side.gradients[parameter] = after

@@ -26,7 +26,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from gradwire.optim._closures import Evaluations
-from gradwire.optim._gradients import drop_gradients, find_gradients
+from gradwire.optim._gradients import (
+    drop_gradients,
+    find_gradients,
+    replace_gradients,
+)
 from gradwire.optim._keeping import Keeper
 from gradwire.optim._known import find_optimizer
 from gradwire.optim._locks import (
@@ -154,6 +158,11 @@ class LocalOptimizer:
         if groups[0].options is None:
             given = stand_ins[0]
         self._optimizer = optimizer_class(given, *args, **kwargs)
+        # Torch's own classes leave it to programs.
+        self._may_replace_gradients = not optimizer_class.__module__.startswith(
+            "torch.optim."
+        )
+        self._lent: Sequence[Tensor | None] = ()
         self._locks = find_locks(values)
         self._parameters_held = hold(self._locks)
         # Guards what is below; handlers, which may come in another order than they were
@@ -203,7 +212,7 @@ class LocalOptimizer:
                     return None
                 return self._step_with(evaluations, context_id)
             finally:
-                self._drop_gradients()
+                self._return_gradients(context_id)
                 # The optimizer may itself have given parameters other memory.
                 _give_memory(self._stand_ins, self.parameters)
                 self._versions.end()
@@ -371,9 +380,13 @@ class LocalOptimizer:
         losses: list[Any] = []
 
         def closure() -> Any:
+            # The program sees what the class has done so far.
+            self._return_gradients(context_id)
+            _give_memory(self._stand_ins, self.parameters)
             self._versions.end()
             with lend(self._locks):
                 losses.append(evaluations.rpc_sync(timeout=0).request())
+            _give_memory(self.parameters, self._stand_ins)
             self._versions.begin(self._take_gradients(context_id))
             return losses[-1]
 
@@ -389,9 +402,25 @@ class LocalOptimizer:
         gradients = find_gradients(context_id, self.parameters)
         for stand_in, gradient in zip(self._stand_ins, gradients, strict=True):
             stand_in.grad = gradient
+        self._lent = gradients
         return gradients
 
+    def _return_gradients(self, context_id: int | None) -> None:
+        """Takes them from the stand-ins; what the class has put there goes in their place."""
+        if self._may_replace_gradients:
+            replaced = [
+                (parameter, lent, stand_in.grad)
+                for parameter, lent, stand_in in zip(
+                    self.parameters, self._lent, self._stand_ins, strict=False
+                )
+                if stand_in.grad is not lent
+            ]
+            if replaced:
+                replace_gradients(context_id, replaced)
+        self._drop_gradients()
+
     def _drop_gradients(self) -> None:
+        self._lent = ()
         for stand_in in self._stand_ins:
             stand_in.grad = None
 

@@ -262,7 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_everywhere(self, source: Source) -> None:
-        changes = find_changes(self.param_groups, self._sent)
+        changes = self._take_changes()
         if self._needs_two_phases(source):
             self._transactions.step(self._shares, source, changes)
         else:
@@ -278,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step_with(self, closure: Callable[[], Any], source: int | None) -> Any:
         (share,) = self._shares
-        changes = self._changes()
+        changes = self._take_changes()
         evaluations = Evaluations(closure)
         proxy = share.rref.rpc_async(timeout=0)
         thread = threading.get_ident()
@@ -512,7 +512,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes snapshots of the present state, apart from a step."""
         ledger = self._transactions.ledger
         mark = Mark(ledger.committed.step, self._transactions.next_number())
-        changes = self._changes()
+        changes = self._take_changes()
         self._ask("keep", lambda share: (mark, share.select(changes), ledger.kept))
         self._note_sent(changes)
         ledger.keep(mark)
@@ -522,6 +522,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _changes(self) -> Changes:
         """Hyperparameters that the program or a scheduler has changed, by group."""
         return find_changes(self.param_groups, self._sent)
+
+    def _take_changes(self) -> Changes:
+        """As `_changes`, to be sent: until `_note_sent` nobody knows what owners have."""
+        changes = find_changes(self.param_groups, self._sent)
+        for number, values in changes.items():
+            sent = self._sent.get(number, {})
+            for key in values:
+                sent.pop(key, None)
+        return changes
 
     def _note_sent(self, changes: Changes) -> None:
         for number, values in changes.items():

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from gradwire.rpc._log import log as _log
+from gradwire.rpc._signals import shielded
 
 __all__ = ["Leftovers"]
 
@@ -73,7 +74,7 @@ class Leftovers:
 
     def work_off(self) -> None:
         """Works off what there is, now, on this thread."""
-        with self._at_work:
+        with shielded(), self._at_work:  # what was taken out must not be lost
             entries = []
             with contextlib.suppress(Empty):
                 while True:

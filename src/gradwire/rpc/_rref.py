@@ -156,6 +156,7 @@ class RRef(Handle, Generic[T_co]):
                 ref.check()
             with self._service.reaching(ref.owner):
                 raise
+        ref.check()  # its limit may have come meanwhile, and then it is of no use
         return found
 
     def backward(
@@ -199,9 +200,14 @@ class RRef(Handle, Generic[T_co]):
         return _Proxy(self, self._call_remote, timeout)
 
     def _call_sync(self, timeout: float, call: _Invocation) -> Any:
-        agent, owner = self._service.agent, self.owner()
-        with self._service.reaching(owner):
-            return agent.call(owner, *call, timeout)
+        agent, owner, ref = self._service.agent, self.owner(), self._ref
+        try:
+            with self._service.reaching(owner):
+                return agent.call(owner, *call, timeout)
+        except OwnerLost:
+            if isinstance(ref, User):
+                ref.check()  # as in `to_here`
+            raise
 
     def _call_async(self, timeout: float, call: _Invocation) -> Any:
         agent = self._service.agent

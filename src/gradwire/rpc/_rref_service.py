@@ -70,7 +70,7 @@ __all__ = ["FETCH", "RefService"]
 FETCH = "gradwire.rpc._rref:fetch"
 """Name of the function that fetches the value of a reference."""
 
-_MOST_BURIED = 1024
+_MOST_BURIED = 8192
 _TENSOR_TYPES = (Tensor, Parameter)
 
 
@@ -98,11 +98,13 @@ class RefService(Interceptor):
         self._id_key = secrets.token_bytes(32)
         self.transfer = Transfer()
         self._dialer = OwnerDialer(agent.network)
-        # Guards all below: any thread that sends, receives or drops references.
-        self._lock = threading.Lock()
+        # Guards all below: any thread that sends, receives or drops references. And
+        # finalisers of the program, which may send some wherever memory is allocated.
+        self._lock = threading.RLock()
         self._table = RefTable(self.me)
         self._owned: dict[RefId, Owned] = {}
-        # Values that their creators gave up before the calls that make them had come.
+        # Values that are gone, or that their creators gave up before the calls that make
+        # them had come.
         self._buried: dict[RefId, None] = {}
         self._users: dict[RefId, User] = {}
 
@@ -228,12 +230,13 @@ class RefService(Interceptor):
         self.leftovers.ensure_thread()
         rref, fork = packed.rref, packed.fork
         ref: Owned | User
+        # First: if there is no such worker, nothing may be entered.
+        owner = self.agent.network.find(packed.owner)
         with self._lock:
             instructions = self._table.arrive(rref, fork, packed.owner, packed.parent)
             if packed.owner == self.me:
                 ref = self._arrive_home(rref, packed.life)
             else:
-                owner = self.agent.network.find(packed.owner)
                 ref = self._users[fork] = User(rref, fork, owner.info, packed.life)
                 if owner.fate is not None:
                     instructions = self._table.fail(fork)
@@ -583,7 +586,11 @@ class RefService(Interceptor):
         if self._table.remove_fork(rref, fork):
             owned = self._owned.get(rref)
             if owned is not None and (owned.is_begun or owned.outcome.done):
-                return self._owned.pop(rref)
+                if rref.created_on != self.me:
+                    # A call that was given up may still come, and would wait for a value.
+                    self._bury(rref)
+                self._owned.pop(rref, None)
+                return owned
         return None
 
     def _forget(self, instructions: list[Instruction]) -> None:

@@ -28,3 +28,6 @@ class DistributedOptimizer(gradwire.optim.DistributedOptimizer):
         """Updates the parameters, on their owners, by the gradients of a context."""
         with torch_errors():
             return super().step(context_id, closure)
+
+    # Gradwire's calls the hooks: torch must not wrap this one to call them, too.
+    step.hooked = True  # type: ignore[attr-defined]
