@@ -70,6 +70,10 @@ class Layer(nn.Module):
     def grads(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.parameters()]
 
+    def grads_in(self, ctx: int) -> list[Tensor | None]:
+        found = autograd.get_gradients(ctx)
+        return [found.get(parameter) for parameter in self.parameters()]
+
     def set_grads(self, value: float) -> None:
         for parameter in self.parameters():
             parameter.grad = torch.full_like(parameter, value)
@@ -225,6 +229,16 @@ class FailsElsewhere(torch.optim.SGD):
         raise KeyError(name) if name == "w2" else FloatingPointError(name)
 
 
+class FailsWhenFast(torch.optim.SGD):
+    """Cannot step on worker w2 if its learning rate is large."""
+
+    def step(self, closure: Any = None) -> Any:
+        name = rpc.get_worker_info().name
+        if self.param_groups[0]["lr"] > 1 and name == "w2":
+            raise FloatingPointError("it cannot step")
+        return super().step(closure)
+
+
 class FailsOn(torch.optim.SGD):
     """Cannot be made, or cannot step, on some workers."""
 
@@ -260,6 +274,48 @@ class Ascent(torch.optim.SGD):
             closure()
         for p, up in moved:
             p.sub_(up)
+        super().step()
+        return loss
+
+
+class AscentFromZero(Ascent):
+    """As `Ascent`; it forgets gradients itself, between evaluations and at the end."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        def evaluate() -> Any:
+            self.zero_grad()
+            return closure()
+
+        loss = super().step(evaluate)
+        self.zero_grad()
+        return loss
+
+
+class Shrinks(torch.optim.SGD):
+    """Puts other gradients in the place of those that it finds."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad / 2
+        super().step()
+        return loss
+
+
+class Moves(torch.optim.SGD):
+    """Gives parameters other memory before it evaluates a closure, and looks twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in params:
+            p.data = p.data * 1.5
+        loss = closure()
+        for p in params:
+            p.data = p.data / 1.5
+        closure()
         super().step()
         return loss
 

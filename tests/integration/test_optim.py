@@ -28,6 +28,7 @@ from gradwire.nn import RemoteModule
 from gradwire.optim import DistributedOptimizer, clip_grad_norm_
 from gradwire.optim._locks import find_locks
 from gradwire.rpc import RRef
+from gradwire.torch_compat import optimizer as drop_in
 from on_worker import on_worker
 from optim_functions import (
     HERE,
@@ -708,3 +709,21 @@ def test_state_of_a_model_on_a_gpu_travels():
 
     torch.testing.assert_close(state["state"], local.state_dict()["state"])
     torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("is_drop_in", [False, True])
+@on_worker(0)
+def test_hooks_are_called_once_for_each_step(is_drop_in):
+    kind = drop_in.DistributedOptimizer if is_drop_in else DistributedOptimizer
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = kind(torch.optim.SGD, [RRef(weight)], lr=0.5)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    with autograd.context() as ctx:
+        ctx.backward(weight.sum())
+        optimizer.step(ctx)
+
+    assert seen == ["before", "after"]
+    assert torch.equal(weight, torch.full((2,), 0.5))

@@ -121,6 +121,59 @@ def test_optimizer_of_ones_own_may_evaluate_the_closure_twice(in_context):
     assert_same(found.values(), expected.values())
 
 
+@pytest.mark.parametrize("in_context", [False, True])
+@pytest.mark.parametrize("kind", [fn.AscentFromZero, fn.Shrinks, fn.Moves])
+@on_worker(0)
+def test_optimizer_of_ones_own_may_put_others_in_the_place_of_what_it_gets(
+    kind, in_context
+):
+    """Other gradients or none, and other memory: a closure finds what it has left."""
+    expected, found = Model(HERE), Model(("w1", "w1"))
+    theirs = expected.optimizer(kind, lr=0.1)
+    ours = found.optimizer(kind, lr=0.1)
+    for number in range(3):
+        theirs.zero_grad()
+
+        def closure_here(number: int = number) -> Tensor:
+            loss = expected.loss(number)
+            loss.backward()
+            return loss
+
+        expected_loss = theirs.step(closure_here)
+        with autograd.context() if in_context else contextlib.nullcontext() as ctx:
+            if ctx is None:
+                ours.zero_grad()
+
+            def closure(ctx: Any = ctx, number: int = number) -> Tensor:
+                loss = found.loss(number)
+                if ctx is None:
+                    loss.backward()
+                else:
+                    ctx.backward(loss)
+                return loss
+
+            assert ours.step(ctx, closure=closure).item() == expected_loss.item()
+        if not in_context:
+            theirs_left = [p.grad for p in expected.parameters()]
+            assert_same(found.grads(), theirs_left)
+
+    assert_same(found.values(), expected.values())
+
+
+@on_worker(0)
+def test_optimizer_of_ones_own_may_replace_gradients_without_a_closure():
+    expected, found = Model(HERE), Model()
+    theirs = expected.optimizer(fn.Shrinks, lr=0.1)
+    ours = found.optimizer(fn.Shrinks, lr=0.1)
+    for number in range(2):  # the second adds to what the first has left
+        for model, optimizer in ((expected, theirs), (found, ours)):
+            model.loss(number).backward()
+            optimizer.step()
+
+    assert_same(found.values(), expected.values())
+    assert_same(found.grads(), [p.grad for p in expected.parameters()])
+
+
 @on_worker(0)
 def test_step_returns_what_the_optimizer_makes_of_the_loss():
     model = Model(("w1",))

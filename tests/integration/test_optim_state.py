@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import optim_functions as fn
+from gradwire import autograd
 from on_worker import on_worker
 from optim_functions import (
     HERE,
@@ -173,3 +174,28 @@ def test_state_with_other_groups_is_refused():
 
     with pytest.raises(ValueError, match=r"expected groups of \[6\] .*found \[3, 3\]"):
         optimizer.load_state_dict(other.state_dict())
+
+
+@on_worker(0)
+def test_hyperparameter_that_goes_back_after_a_step_that_failed_reaches_all_owners():
+    model = Model()
+    optimizer = model.optimizer(fn.FailsWhenFast, lr=0.1)
+    (group,) = optimizer.param_groups
+    group["lr"] = 10.0
+    with pytest.raises(FloatingPointError), autograd.context() as ctx:
+        ctx.backward(model.loss(0))
+        optimizer.step(ctx)
+
+    group["lr"] = 0.1
+    before = model.values()
+    with autograd.context() as ctx:
+        ctx.backward(model.loss(1))
+        grads = [g for layer in model.ask("grads_in", ctx) for g in layer]
+        optimizer.step(ctx)
+
+    expected = [
+        value if grad is None else value - 0.1 * grad
+        for value, grad in zip(before, grads, strict=True)
+    ]
+    torch.testing.assert_close(model.values(), expected)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1

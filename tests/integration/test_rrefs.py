@@ -34,11 +34,13 @@ from gradwire.errors import (
     OwnerLost,
     PeerLostError,
     RemoteError,
+    UnknownWorker,
     UsageError,
 )
 from gradwire.rpc import RRef
 from gradwire.rpc._api import current_agent
-from gradwire.rpc._rref_parts import User
+from gradwire.rpc._rref import _service_of
+from gradwire.rpc._rref_parts import Packed, User
 from on_worker import on_worker
 from rref_functions import Counter, MyError, catch
 
@@ -1231,3 +1233,114 @@ def test_who_asks_for_what_never_comes_and_dies_leaves_nothing(
     probes.wait_until(
         lambda: cluster.run(0, num_served_now) == 0, "w0 waits no more", 5.0
     )
+
+
+# ------------------------------------------------------------------ late, and in between
+
+
+class Late:
+    """Comes later than its sender waits, and is rebuilt when it is told to."""
+
+    def __reduce__(self) -> Any:
+        return functions.block_until_set, ("rebuilt late",)
+
+
+@on_worker(0)
+def test_call_that_comes_after_the_end_of_its_reference_fails_and_waits_for_nothing():
+    rref = rpc.remote("w1", Counter)
+    rref.to_here()
+    with pytest.raises(CallTimeout):
+        rref.rpc_sync(timeout=0.2).add(Late())
+    rpc.rpc_sync("w1", functions.wait_until_blocked, ("rebuilt late",))
+    del rref
+    gc.collect()
+    probes.wait_until(
+        lambda: rpc.rpc_sync("w1", rpc.get_debug_info)["owner_rrefs"] == 0,
+        "the value is gone",
+    )
+
+    rpc.rpc_sync("w1", functions.set_event, ("rebuilt late",))
+
+    probes.wait_until(
+        lambda: rpc.rpc_sync("w1", rpc.get_debug_info)["server_active_calls"] == 1,
+        "the call has ended, all but the one that asks",
+    )
+    assert rpc.rpc_sync("w1", rpc.get_debug_info)["awaited_values"] == 0
+
+
+class SendsAtItsEnd:
+    """Its finaliser sends a reference, which it may, wherever the collector finds it."""
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self.rref = rref
+        self.itself = self
+
+    def __del__(self) -> None:
+        _sent_at_the_end.append(
+            rpc.rpc_async("w1", functions.echo, (self.rref,), timeout=10.0)
+        )
+
+
+_sent_at_the_end: list[Any] = []
+
+
+def give_reference() -> RRef[Any]:
+    return RRef([1])
+
+
+@on_worker(0)
+def test_finaliser_may_send_a_reference_while_another_one_is_entered():
+    before = gc.get_threshold()
+    rpc.rpc_sync("w1", give_reference)
+    try:
+        gc.set_threshold(3)  # so that it runs inside of everything
+        for _ in range(200):
+            SendsAtItsEnd(rpc.rpc_sync("w1", give_reference, timeout=10.0))
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+
+    assert len(_sent_at_the_end) == 200
+    while _sent_at_the_end:
+        assert isinstance(_sent_at_the_end.pop().wait(), RRef)
+
+
+@on_worker(0)
+def test_fetch_of_what_was_made_too_late_fails_each_time():
+    rref = rpc.remote("w1", functions.block_until_set, ("made late",), timeout=0.2)
+    rpc.rpc_sync("w1", functions.wait_until_blocked, ("made late",))
+    fetching = threading.Timer(
+        0.5, rpc.rpc_sync, ("w1", functions.set_event, ("made late",))
+    )
+    fetching.start()
+
+    for _ in range(2):
+        with pytest.raises(CallTimeout):
+            rref.to_here()
+    fetching.join()
+
+
+def tell_of_a_stranger() -> None:
+    """From now on, once: a reference that is sent names an owner whom nobody knows."""
+    service = _service_of(current_agent())
+    handle_class, pack = next(iter(service.packs.items()))
+    registered = service.agent.packing._packs
+
+    def pack_stranger(_handle: Any, _peer: Any) -> Packed:
+        registered[handle_class] = (service, pack)
+        packed = Packed(77, service.new_id(), service.new_id(), service.me, 5)
+        service.transfer.packed.append(packed)
+        return packed
+
+    registered[handle_class] = (service, pack_stranger)
+
+
+@on_worker(0)
+def test_reference_whose_owner_nobody_knows_leaves_nothing():
+    rpc.rpc_sync("w1", tell_of_a_stranger)
+
+    with pytest.raises(UnknownWorker):
+        rpc.rpc_sync("w1", give_reference)
+
+    info = rpc.get_debug_info()
+    assert info["user_rrefs"] == info["pending_users"] == 0
