@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import itertools
@@ -423,6 +424,32 @@ def interrupt_passes_everywhere(
     raise AssertionError("a count without end has ended")
 
 
+def drop_under_fire(to: str) -> int:
+    """How many times a signal has come while references died."""
+    hits = []
+
+    def interrupt(*_: object) -> None:
+        hits.append(1)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(10):
+            rrefs = [rpc.remote(to, targets.echo, (number,)) for number in range(200)]
+            for rref in rrefs:
+                rref.to_here()
+            del rref
+            number_before = len(hits)
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                rrefs.clear()
+                while len(hits) == number_before:
+                    pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return len(hits)
+
+
 def wait_and_be_interrupted(to: str, sync: bool) -> float:
     """When the interrupt ended the wait, on the clock that all processes share."""
     with _Interrupter() as interrupter:
@@ -560,6 +587,18 @@ def test_context_goes_on_after_a_pass_that_was_interrupted_anywhere(
 
     assert problem == ""
     assert last > 50
+
+
+def test_signals_while_references_die_keep_none_of_them(make_cluster):
+    """Python swallows what a handler raises in a finaliser, which then has done nothing."""
+    cluster = make_cluster(2)
+
+    assert cluster.run(0, drop_under_fire, "w1") == 10
+
+    probes.wait_until(lambda: cluster.run(0, is_quiet_after_remote), "all are gone")
+    probes.wait_until(
+        lambda: cluster.run(1, rpc.get_debug_info)["forks"] == 0, "there, too"
+    )
 
 
 def test_call_is_given_up_while_another_thread_reads_its_answer(make_cluster):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -16,10 +17,19 @@ from typing import Any
 from gradwire.rpc._log import log as _log
 from gradwire.rpc._signals import shielded
 
-__all__ = ["Leftovers"]
+__all__ = ["End", "Leftovers"]
 
 _GATHER_S = 0.01  # entries are gathered for so long, to be worked off together
 _CLOSE_S = 5.0
+
+
+class End(weakref.ref[Any]):
+    """The end of an object, to be told to `Leftovers`."""
+
+    __slots__ = ("bell", "entry")
+
+    entry: Any
+    bell: weakref.ref[Any]
 
 
 class Leftovers:
@@ -36,7 +46,7 @@ class Leftovers:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         # Wakes the thread; False ends it. It takes nothing else out by itself: an entry in
         # its hands would be missed by who looks for it in the queue.
-        self._bell: SimpleQueue[bool] = SimpleQueue()
+        self._bell: SimpleQueue[object] = SimpleQueue()
         # Held while entries are worked off: who finds the queue empty knows it is done.
         self._at_work = threading.RLock()
         # Guards the start and the end of the thread.
@@ -48,6 +58,24 @@ class Leftovers:
         """Adds an entry; safe in finalisers."""
         self._queue.put(entry)
         self._bell.put(True)
+
+    def watch(self, mortal: object, entry: Any) -> End:
+        """Adds an entry when an object dies.
+
+        In C alone, unlike a finaliser: there a signal handler may raise before anything
+        is done, and Python goes on as if nothing were.
+
+        Args:
+            mortal: The object.
+            entry: What is added.
+
+        Returns:
+            What has to live for as long as the object does.
+        """
+        bell = weakref.ref(mortal, self._bell.put)
+        end = End(mortal, self._queue.put)  # the later one is called first
+        end.entry, end.bell = entry, bell
+        return end
 
     def ensure_thread(self) -> None:
         """To be called, outside finalisers, by whoever makes objects that will `put`."""
@@ -64,7 +92,7 @@ class Leftovers:
     def _run(self) -> None:
         while self._bell.get():
             time.sleep(_GATHER_S)
-            goes_on = True
+            goes_on: object = True
             with contextlib.suppress(Empty):
                 while goes_on:
                     goes_on = self._bell.get_nowait()
@@ -78,7 +106,8 @@ class Leftovers:
             entries = []
             with contextlib.suppress(Empty):
                 while True:
-                    entries.append(self._queue.get_nowait())
+                    entry = self._queue.get_nowait()
+                    entries.append(entry.entry if type(entry) is End else entry)
             try:
                 if entries:
                     self._work_off(entries)

@@ -15,6 +15,7 @@ from gradwire.wire import Message, register_message
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from gradwire.rpc._leftovers import End
     from gradwire.rpc._rref_service import RefService
 
 __all__ = [
@@ -168,7 +169,7 @@ class Owned:
 class User:
     """A fork that this worker holds."""
 
-    __slots__ = ("confirmation", "fork", "id", "life", "owner")
+    __slots__ = ("confirmation", "end", "fork", "id", "life", "owner")
 
     def __init__(self, rref: RefId, fork: RefId, owner: WorkerInfo, life: int) -> None:
         self.id = rref
@@ -176,6 +177,7 @@ class User:
         self.owner = owner
         self.life = life  # the incarnation of the owner
         self.confirmation = Outcome()
+        self.end: End | None = None  # of the handle
 
     def check(self) -> None:
         """Raises if there is nothing to refer to."""
@@ -200,12 +202,14 @@ class Handle:
         handle = cls.__new__(cls)
         handle._service = service
         handle._ref = ref
+        if type(ref) is User:
+            ref.end = service.leftovers.watch(handle, ref.fork)
         return handle
 
     def __del__(self) -> None:
-        # An exception in the constructor leaves a handle without fields.
+        # An exception above leaves a handle without an end, or without fields.
         ref = getattr(self, "_ref", None)
-        if type(ref) is User:
+        if type(ref) is User and ref.end is None:
             self._service.leftovers.put(ref.fork)
 
 
