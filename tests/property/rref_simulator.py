@@ -132,6 +132,9 @@ class Leftovers:
     def put(self, entry: RefId) -> None:
         self.entries.append(entry)
 
+    def watch(self, mortal: object, entry: RefId) -> weakref.ref[object]:
+        return weakref.ref(mortal, lambda _: self.put(entry))
+
     def ensure_thread(self) -> None:
         pass
 
