@@ -47,6 +47,7 @@ from rref_functions import Counter, MyError, catch
 pytestmark = pytest.mark.multiproc
 
 ALL = ("w0", "w1", "w2", "w3")
+NUM_FINALISERS = 1000
 
 
 @pytest.fixture(autouse=True)
@@ -1290,17 +1291,20 @@ def give_reference() -> RRef[Any]:
 
 @on_worker(0)
 def test_finaliser_may_send_a_reference_while_another_one_is_entered():
+    rref = RRef([1])
+    rpc.rpc_sync("w1", functions.echo, (rref,))  # they are connected from now on
     before = gc.get_threshold()
-    rpc.rpc_sync("w1", give_reference)
+    # So that one runs where an object is made, sooner or later.
+    gc.set_threshold(50, 10, 10)
     try:
-        gc.set_threshold(3)  # so that it runs inside of everything
-        for _ in range(200):
-            SendsAtItsEnd(rpc.rpc_sync("w1", give_reference, timeout=10.0))
+        for _ in range(NUM_FINALISERS):
+            SendsAtItsEnd(rref)
+            rpc.rpc_sync("w1", give_reference, timeout=10.0)
     finally:
         gc.set_threshold(*before)
     gc.collect()
 
-    assert len(_sent_at_the_end) == 200
+    assert len(_sent_at_the_end) == NUM_FINALISERS
     while _sent_at_the_end:
         assert isinstance(_sent_at_the_end.pop().wait(), RRef)
 

@@ -43,9 +43,7 @@ def find_source(context_id: int | None) -> Source:
     """As `check_context`; with the attempt that the context belongs to, if any."""
     if context_id is None:
         return Source(None, None)
-    if type(context_id) is not int and (
-        not isinstance(context_id, int) or isinstance(context_id, bool)
-    ):
+    if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise TypeError(
             "context_id must be what context() gave, an int, or None for .grad; found "
             f"{type(context_id).__name__}"

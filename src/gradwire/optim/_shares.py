@@ -76,12 +76,9 @@ def calls_to(
         method: Its name.
         arguments: Its arguments; or what makes those for one share.
     """
-    if isinstance(arguments, tuple):  # as in each step
-        return [
-            (share.owner, partial(start_method, share.rref, method, arguments, 0))
-            for share in shares
-        ]
-    return [
-        (share.owner, partial(start_method, share.rref, method, arguments(share), 0))
-        for share in shares
-    ]
+    calls: list[Call] = []
+    for share in shares:
+        given = arguments if isinstance(arguments, tuple) else arguments(share)
+        start = partial(start_method, share.rref, method, given, 0)
+        calls.append((share.owner, start))
+    return calls

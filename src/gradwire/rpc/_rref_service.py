@@ -586,10 +586,10 @@ class RefService(Interceptor):
         if self._table.remove_fork(rref, fork):
             owned = self._owned.get(rref)
             if owned is not None and (owned.is_begun or owned.outcome.done):
+                del self._owned[rref]
                 if rref.created_on != self.me:
                     # A call that was given up may still come, and would wait for a value.
                     self._bury(rref)
-                self._owned.pop(rref, None)
                 return owned
         return None
 
