@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
@@ -25,7 +26,8 @@ from gradwire.errors import (
     UsageError,
 )
 from gradwire.nn import RemoteModule
-from gradwire.optim import DistributedOptimizer, clip_grad_norm_
+from gradwire.optim import DistributedOptimizer, _local, clip_grad_norm_
+from gradwire.optim._at_once import step_at_once
 from gradwire.optim._locks import find_locks
 from gradwire.rpc import RRef
 from gradwire.torch_compat import optimizer as drop_in
@@ -63,6 +65,25 @@ def test_training_in_contexts_equals_one_process(name):
     for model in (expected, found):
         model.train(model.optimizer(optimizer_class, **options), range(4))
 
+    assert_same(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.1}, SGD_WITH_ALL])
+@on_worker(0)
+def test_steps_at_once_equal_one_process(options):
+    expected, found = Model(HERE), Model(("w0", "w0"))
+    made: list[bool] = []
+
+    def noted(*args):
+        made.append(step_at_once(*args))
+        return made[-1]
+
+    with patch.object(_local, "step_at_once", noted):
+        for model in (expected, found):
+            optimizer = model.optimizer(torch.optim.SGD, **options)
+            model.train(optimizer, range(4), with_spare=True)
+
+    assert made == ["momentum" not in options, True, True, True]
     assert_same(found.values(), expected.values())
 
 

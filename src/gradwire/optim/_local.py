@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from gradwire.optim._at_once import step_at_once
 from gradwire.optim._closures import Evaluations
 from gradwire.optim._gradients import (
     drop_gradients,
@@ -204,9 +205,15 @@ class LocalOptimizer:
         with self._parameters_held:
             if changes:
                 self._apply(changes)
+            gradients = find_gradients(context_id, self.parameters)
+            if evaluations is None and step_at_once(
+                self._optimizer, self.parameters, gradients
+            ):
+                return None
             _give_memory(self.parameters, self._stand_ins)
             try:
-                self._versions.begin(self._take_gradients(context_id))
+                self._versions.begin(gradients)
+                self._lend(gradients)
                 if evaluations is None:
                     run_step(self._optimizer)
                     return None
@@ -316,7 +323,7 @@ class LocalOptimizer:
         trial = Trial(self._optimizer, self.parameters, self._stand_ins)
         try:
             self._apply(changes)
-            self._take_gradients(context_id)
+            self._lend(find_gradients(context_id, self.parameters))
             trial.step()
             if saving is not None:
                 self._snapshots().save(mark, saving.kept)
@@ -387,7 +394,9 @@ class LocalOptimizer:
             with lend(self._locks):
                 losses.append(evaluations.rpc_sync(timeout=0).request())
             _give_memory(self.parameters, self._stand_ins)
-            self._versions.begin(self._take_gradients(context_id))
+            gradients = find_gradients(context_id, self.parameters)
+            self._versions.begin(gradients)
+            self._lend(gradients)
             return losses[-1]
 
         returned = run_step(self._optimizer, closure)
@@ -398,12 +407,11 @@ class LocalOptimizer:
             returned = move(returned.detach(), "cpu")
         return None, returned
 
-    def _take_gradients(self, context_id: int | None) -> list[Tensor | None]:
-        gradients = find_gradients(context_id, self.parameters)
+    def _lend(self, gradients: Sequence[Tensor | None]) -> None:
+        """Gives the stand-ins gradients, until `_return_gradients`."""
+        self._lent = gradients
         for stand_in, gradient in zip(self._stand_ins, gradients, strict=True):
             stand_in.grad = gradient
-        self._lent = gradients
-        return gradients
 
     def _return_gradients(self, context_id: int | None) -> None:
         """Takes them from the stand-ins; what the class has put there goes in their place."""

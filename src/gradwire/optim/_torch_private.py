@@ -10,6 +10,7 @@ compiler, which is not here. All private names that this takes are here.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -17,7 +18,13 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["run_step", "shown_to_profiler"]
+__all__ = [
+    "Foreach",
+    "in_grad_mode",
+    "is_plain_sgd",
+    "run_step",
+    "shown_to_profiler",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +55,43 @@ if _has_private_names:
     _hook_code = getattr(Optimizer.profile_hook_step(lambda *_: None), "__code__", None)
     _grad_mode_code = _with_grad_mode(lambda: None).__code__
 
+_sgd_step = inspect.unwrap(torch.optim.SGD.step)
+_sgd_code = getattr(_sgd_step, "__code__", None)
+if getattr(_sgd_step, "__module__", "") != torch.optim.SGD.__module__:
+    _sgd_code = None  # a program has put another one in its place
+
+
+class Foreach:
+    """Operations on lists of tensors, each of which is changed or made by itself."""
+
+    # What torch says of their types leaves half of the arguments out.
+    add: Any = staticmethod(torch._foreach_add_)
+    multiply: Any = staticmethod(torch._foreach_mul_)
+    negated: Any = staticmethod(torch._foreach_neg)
+    sums: Any = staticmethod(torch._foreach_add)
+
+
+def is_plain_sgd(optimizer: Optimizer) -> bool:
+    """Whether a step is what torch's SGD does, and nobody else is to know of it."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and _is_sgds_own(type(optimizer).step)
+        and "step" not in vars(optimizer)
+        and not _has_hooks(optimizer)
+        and not _is_profiled()
+    )
+
+
+@functools.lru_cache(maxsize=1)  # there is one, unless somebody replaces it
+def _is_sgds_own(step: Any) -> bool:
+    """Whether torch's wrappers, and no others, are around what SGD does."""
+    return (
+        _has_private_names
+        and getattr(step, "__code__", None) is _hook_code
+        and getattr(step.__wrapped__, "__code__", None) is _grad_mode_code
+        and step.__wrapped__.__wrapped__.__code__ is _sgd_code
+    )
+
 
 def run_step(optimizer: Optimizer, *args: Any) -> Any:
     """``optimizer.step(*args)``."""
@@ -69,10 +113,16 @@ def _run(step: Any, optimizer: Optimizer, args: tuple[Any, ...]) -> Any:
     """``step(optimizer, *args)``, for a step that torch may have wrapped once more."""
     if getattr(step, "__code__", None) is not _grad_mode_code:
         return step(optimizer, *args)
+    is_enabled = optimizer.defaults["differentiable"]
+    return in_grad_mode(is_enabled, step.__wrapped__, optimizer, *args)
+
+
+def in_grad_mode(is_enabled: bool, function: Callable[..., T], *args: Any) -> T:
+    """Calls a function while torch records what it does, or while it does not."""
     was_enabled = torch.is_grad_enabled()
-    _set_grad_mode(optimizer.defaults["differentiable"])
+    _set_grad_mode(is_enabled)
     try:
-        return step.__wrapped__(optimizer, *args)
+        return function(*args)
     finally:
         _set_grad_mode(was_enabled)
 

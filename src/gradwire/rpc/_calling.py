@@ -231,8 +231,10 @@ class Caller:
                 try:
                     self._begin_all(starts, outcomes, calls)
                     wait = self._waiting.wait_for_call_shielded
+                    first = calls[0] if calls else None
                     for call in calls:
-                        if not (call.done or wait(call, None)):
+                        # While it waited for others, most of the answers have come.
+                        if not (call.done or wait(call, None, call is not first)):
                             worker = self._network.find(call.link.worker)
                             call.settle(None, _timed_out(call, worker))
                 except BaseException:  # as in `call`

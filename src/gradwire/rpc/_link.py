@@ -365,6 +365,7 @@ class Link:
         what: str,
         before: Turn | None = None,
         unless_under_way: bool = False,
+        looks_first: bool = False,
     ) -> None:
         """Reads on the calling thread, which waits for an answer.
 
@@ -383,6 +384,7 @@ class Link:
             before: The turn that the thread has, at another connection.
             unless_under_way: What is waited for may be here already. If it has been
                 read, and is on its way through the pool, do not read.
+            looks_first: It is likely to be here, and was not read.
         """
         turn = self.take_callers_turn(unless_under_way)
         if turn is None:
@@ -392,8 +394,9 @@ class Link:
         this_thread.turn = turn
         try:
             gauge = self._gauges.get(what) or self.gauge_of(what)
+            waits_first = not looks_first and self._waits_first(unless_under_way)
             self._read_until(
-                turn, outcome, deadline, gauge, unless_under_way, wait, _MOST_PASSED_ON
+                turn, outcome, deadline, gauge, waits_first, wait, _MOST_PASSED_ON
             )
         finally:
             this_thread.turn = before
@@ -489,7 +492,8 @@ class Link:
                 turn.serving_since = 0.0
             try:
                 gauge = self.gauge_of(what)
-                self._read_until(turn, outcome, deadline, gauge, unless_under_way, wait)
+                waits_first = self._waits_first(unless_under_way)
+                self._read_until(turn, outcome, deadline, gauge, waits_first, wait)
             finally:
                 turn.serving_since = time.monotonic() if was_serving else 0.0
         finally:
@@ -504,23 +508,29 @@ class Link:
             gauge = self._gauges.setdefault(what, SpinGauge())
         return gauge
 
+    def _waits_first(self, may_be_here: bool) -> bool:
+        """Whether a caller waits before it reads.
+
+        The answer to a call cannot be here yet, and to look for it would cost a read. Nor
+        is there need of one for the rest, if all that came so far was read: the wait ends
+        at once if there is more.
+        """
+        connection = self.connection
+        return not may_be_here or (connection.is_drained and connection.end is None)
+
     def _read_until(
         self,
         turn: Turn,
         outcome: Outcome,
         deadline: float,
         gauge: SpinGauge,
-        may_be_here: bool,
+        waits_first: bool,
         wait: Callable[[float, SpinGauge], object],
         most_passed_on: float = math.inf,
     ) -> None:
         if outcome.done:  # whoever has read before us has seen to it
             return
-        # The answer to a call cannot be here yet, and to look for it would cost a read. Nor
-        # is there need of one for the rest, if all that came so far was read: the wait ends
-        # at once if there is more.
-        connection = self.connection
-        if not may_be_here or (connection.is_drained and connection.end is None):
+        if waits_first:
             interruptible(wait, deadline, gauge)
         while not turn.is_over:  # as when a signal handler has called another worker
             frames = self._receive()

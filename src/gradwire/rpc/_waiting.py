@@ -45,9 +45,15 @@ class Waiting:
             return self.wait_for_call_shielded(call, timeout_s)
 
     def wait_for_call_shielded(
-        self, call: PendingCall, timeout_s: float | None
+        self, call: PendingCall, timeout_s: float | None, looks_first: bool = False
     ) -> bool:
-        """As `wait_for_call`; the main thread is inside `shielded` already."""
+        """As `wait_for_call`; the main thread is inside `shielded` already.
+
+        Args:
+            call: The call.
+            timeout_s: Likewise.
+            looks_first: The answer is likely to be here.
+        """
         link = call.link
         peer = self._network.peer_of(link)
         limit = call.deadline
@@ -55,7 +61,7 @@ class Waiting:
             own_limit = time.monotonic() + timeout_s
             limit = min(limit, own_limit) if limit else own_limit
         if peer is not None and not call.done:
-            self._read_until(link, peer, call, limit, call.target)
+            self._read_until(link, peer, call, limit, call.target, False, looks_first)
         if not call.done:
             link.waits_elsewhere(+1)
             try:
@@ -105,6 +111,7 @@ class Waiting:
         limit: float,
         what: str,
         unless_under_way: bool = False,
+        looks_first: bool = False,
     ) -> None:
         """Reads on this thread, before it blocks, if it may; see `Link.read_as_caller`."""
         if link.holds:
@@ -132,7 +139,13 @@ class Waiting:
         else:
             about_to_block()
             link.read_as_caller(
-                outcome, limit, peer.calls, what, turn, unless_under_way
+                outcome,
+                limit,
+                peer.calls,
+                what,
+                turn,
+                unless_under_way,
+                looks_first,
             )
 
     def _wait_for_others(
