@@ -26,6 +26,7 @@ import errno
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -103,6 +104,8 @@ class StreamConnection(Connection):
         self._write_lock = threading.Lock()
         self.writer = 0
         self._written = 0  # of the queue's begin, not taken off yet
+        # Larger frames are written in two parts: a copy of all of it would cost more.
+        self._most_joined = _JOIN_BYTES if hasattr(sock, "sendmsg") else sys.maxsize
         # Nothing has to be done before a write; see `send`.
         self._writes_directly = type(self).flush is StreamConnection.flush
 
@@ -147,17 +150,18 @@ class StreamConnection(Connection):
         if buffers:
             return self._send_with_buffers(head, buffers)
         self._frames_sent += 1
-        data = _pack_header(size, 0, _DATA, _MARK) + head
-        size += _HEADER_BYTES
+        header = _pack_header(size, 0, _DATA, _MARK)
         if self._borrowed.ended:
-            data = self._returns() + data
-            size = len(data)
+            header = self._returns() + header
+        size += len(header)
+        parts = (header + head,) if size <= self._most_joined else (header, head)
         queue, lock = self._queue, self._write_lock
+        # One call, here and below, so that parts of two frames never mix.
         if hold:
-            queue.append(data)
+            queue.extend(parts)
             return None
         if queue or not (self._writes_directly and lock.acquire(False)):
-            queue.append(data)
+            queue.extend(parts)
             self.flush()
             return None
         # As `flush` does, written out for what is alone and fits, as most of it does: that
@@ -165,17 +169,22 @@ class StreamConnection(Connection):
         try:
             self.writer = _get_ident()
             if queue:  # another thread was faster
-                queue.append(data)
+                queue.extend(parts)
             else:
-                try:
-                    (written,) = map(self._sock.send, (data,))  # Note [counted calls]
+                is_joined = len(parts) == 1
+                try:  # Note [counted calls]
+                    (written,) = (
+                        map(self._sock.send, parts)
+                        if is_joined
+                        else map(self._sock.sendmsg, (parts,))
+                    )
                 except OSError:  # also if it was closed meanwhile
                     written = 0
                 if written == size:
                     self._bytes_sent += size
                 else:  # before what others have left meanwhile
                     self._written = written
-                    queue.appendleft(data)
+                    queue.extendleft(parts[::-1])
         finally:
             self.writer = 0
             lock.release()

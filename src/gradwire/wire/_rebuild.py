@@ -39,6 +39,7 @@ _MAX_NBYTES = 2**63 - 1
 _MOST_REPEATED = 1 << 32  # more is left to the long way
 _MOST_SIZES = 16  # likewise: the product of a million of them takes minutes
 _NO_DTYPE = (None, 0)
+_MOST_SLICED = 4 << 10  # bytes: a copy costs less than to ask for an address
 _NUM_PARTS_COO = 2
 _NUM_PARTS_COMPRESSED = 3
 _BLOCK_LAYOUTS = (4, 5)
@@ -50,19 +51,33 @@ _empty = torch.empty
 _empty_strided = torch.empty_strided
 
 
-def _find_memmove() -> Callable[[int, bytes, int], object]:
+def _find_memmove() -> Callable[[int, bytes | int, int], object]:
     # Through PyDLL the interpreter lock is kept: giving it up for a copy of a few KiB
     # would cost more than the copy.
     try:
         function = ctypes.PyDLL(None).memmove
     except (OSError, TypeError, AttributeError):
         return ctypes.memmove
-    function.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t]
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     function.restype = None
     return function
 
 
-_memmove = _find_memmove()
+def _find_address_of() -> Callable[[bytes], int]:
+    function = ctypes.pythonapi["PyBytes_AsString"]
+    function.argtypes, function.restype = [ctypes.py_object], ctypes.c_void_p
+    return function
+
+
+_memmove, _address_of = _find_memmove(), _find_address_of()
+
+
+def _fill(target: int, head: bytes, start: int, nbytes: int) -> None:
+    """Copies a part of a message to an address."""
+    if nbytes <= _MOST_SLICED:
+        _memmove(target, head[start : start + nbytes], nbytes)
+    else:
+        _memmove(target, _address_of(head) + start, nbytes)
 
 
 def rebuild_tensors(
@@ -121,7 +136,7 @@ def rebuild_one(body: Body, head: bytes, start: int) -> torch.Tensor | None:
     ):
         return None
     tensor = _empty(shape, dtype=dtype)
-    _memmove(tensor.data_ptr(), head[start:], nbytes)
+    _fill(tensor.data_ptr(), head, start, nbytes)
     return _apply_flags(tensor, meta) if flags and flags != TRACKED else tensor
 
 
@@ -159,7 +174,7 @@ def _rebuild_small(body: Body, head: bytes, start: int) -> list[torch.Tensor] | 
             tensor = _empty(shape, dtype=dtype)
         else:
             tensor = _empty_strided(shape, strides, dtype=dtype)
-        _memmove(tensor.data_ptr(), head[position:end], expected)
+        _fill(tensor.data_ptr(), head, position, expected)
         if meta.flags:
             tensor = _apply_flags(tensor, meta)
         tensors.append(tensor)
@@ -230,7 +245,7 @@ def _make_strided(
     source = sources[meta.storage]
     if isinstance(source, int):
         storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-        _memmove(storage.data_ptr(), head[source : source + nbytes], nbytes)
+        _fill(storage.data_ptr(), head, source, nbytes)
         # The next tensor of this storage is to share it.
         sources[meta.storage] = source = storage
     return _empty(0, dtype=dtype).set_(source, meta.offset, meta.shape, strides)

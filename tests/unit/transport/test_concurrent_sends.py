@@ -62,9 +62,9 @@ def test_frame_that_another_thread_has_sent_meanwhile_is_not_sent_again():
     ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
 
     class Queue(deque[Any]):
-        def append(self, part: Any) -> None:
-            super().append(part)
-            if bytes(part).endswith(b"first"):
+        def extend(self, parts: Any) -> None:
+            super().extend(parts)
+            if bytes(parts[-1]).endswith(b"first"):
                 other = threading.Thread(target=send_others)
                 other.start()
                 other.join()
@@ -86,8 +86,11 @@ def test_frame_that_another_thread_has_sent_meanwhile_is_not_sent_again():
 
 @pytest.mark.parametrize("num_taken", [0, 1, 9, None])
 @pytest.mark.parametrize("as_error", [False, True])
-def test_rest_of_a_frame_goes_before_what_others_send_meanwhile(num_taken, as_error):
-    """Of a frame that is written without entering the queue."""
+@pytest.mark.parametrize("first", [b"first", bytes(range(256)) * 100])
+def test_rest_of_a_frame_goes_before_what_others_send_meanwhile(
+    first, num_taken, as_error
+):
+    """Of a frame that is written without entering the queue, in one part or in two."""
     ours: Any
     ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
     sock = ours._sock
@@ -106,12 +109,35 @@ def test_rest_of_a_frame_goes_before_what_others_send_meanwhile(num_taken, as_er
                 raise BlockingIOError
             return num
 
+        def sendmsg(self, parts: Any) -> int:
+            return self.send(b"".join(parts))
+
     ours._sock = Slow()
-    ours.send(b"first")
+    ours.send(first)
 
     heads = [bytes(frame.head) for frame in theirs.receive()]
-    assert heads == [b"first", b"second", b"third"]
+    assert heads == [first, b"second", b"third"]
     assert ours.num_queued == 0
     assert ours.counters()["bytes_sent"] == theirs.counters()["bytes_received"]
+    ours.close()
+    theirs.close()
+
+
+def test_large_frame_is_not_copied_to_get_its_header():
+    ours: Any
+    ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
+    sock, head, seen = ours._sock, bytes(100_000), []
+
+    class Watched:
+        def sendmsg(self, parts: Any) -> int:
+            seen.extend(parts)
+            return sock.sendmsg(parts)
+
+    ours._sock = Watched()
+    ours.send(head)
+    ours._sock = sock
+
+    assert seen[-1] is head
+    assert [frame.head for frame in theirs.receive()] == [head]
     ours.close()
     theirs.close()
