@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,9 +25,11 @@ import torch
 import api_functions as api
 import functions as targets
 import probes
+import rref_functions as rrefs
 from cluster import Cluster, Handle
 from gradwire import autograd, rpc
 from gradwire.errors import GradwireError
+from gradwire.rpc._rref_dialing import OwnerDialer
 from gradwire.rpc.extension import current_agent
 
 pytestmark = pytest.mark.multiproc
@@ -607,6 +610,35 @@ def test_call_is_given_up_while_another_thread_reads_its_answer(make_cluster):
     found = cluster.run(0, interrupt_while_another_thread_reads_the_answer, "w1")
 
     assert found == 3.0
+
+
+def receive_while_dialing_is_interrupted() -> list[float]:
+    """Gets a reference from w1 whose owner, w2, is still to be called."""
+    connect = OwnerDialer.connect
+
+    def interrupted(self: OwnerDialer, owner: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        connect(self, owner)
+
+    with patch.object(OwnerDialer, "connect", interrupted):
+        rref = rpc.rpc_sync("w1", rrefs.make_remote, ("w2", torch.ones, 2))
+        value: torch.Tensor = rref.to_here()
+    return value.tolist()
+
+
+def test_answer_is_not_read_twice_when_its_references_have_to_be_announced(
+    make_cluster,
+):
+    cluster = make_cluster(3)
+
+    assert cluster.run(0, receive_while_dialing_is_interrupted) == [1.0, 1.0]
+
+    def has_none_left() -> bool:
+        infos = [cluster.run(rank, rpc.get_debug_info) for rank in range(3)]
+        return all(info["forks"] == 0 for info in infos)
+
+    probes.wait_until(has_none_left, "no reference is left")
 
 
 @pytest.mark.parametrize("sync", [True, False])

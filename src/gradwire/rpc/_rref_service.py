@@ -5,6 +5,7 @@ Decisions are in `_rref_table`; what users hold is in `_rref`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import secrets
@@ -247,8 +248,21 @@ class RefService(Interceptor):
                 ref.confirmation.finish(None, None)
             else:
                 self.transfer.unconfirmed.append(ref)
-        self._perform(instructions)
+        if all(map(self._is_connected, instructions)):
+            self._perform(instructions)
+        else:
+            # Not here: a signal can end the wait for a connection, and what is in the
+            # middle of being read would be read again. The references in it would then
+            # be held twice, and end when the first of them does.
+            self.agent.run_soon(functools.partial(self._perform, instructions))
         return self.handle_class._bind(self, ref)
+
+    def _is_connected(self, instruction: Instruction) -> bool:
+        """Whether what is to be said needs no wait."""
+        try:
+            return self.agent.network.find(instruction.to).link is not None
+        except GradwireError:
+            return True  # there is no such worker, and nobody is told
 
     def _arrive_home(self, rref: RefId, life: int) -> Owned:
         """A reference has come to the owner; the caller holds the lock."""
