@@ -366,6 +366,36 @@ def test_parameter_rrefs_are_those_of_all_workers():
     assert found[0].local_value() is next(model.parameters())
 
 
+@pytest.mark.parametrize("is_second_local", [False, True])
+@on_worker(0)
+def test_parameters_that_parts_share_are_given_once(is_second_local):
+    """As torch does: a layer that a model has twice."""
+    here = "w0" if is_second_local else "w1"
+    layer = RemoteModule(here, make, (1, nn.Linear, SIZE, SIZE))
+    again: nn.Module = RemoteModule.init_from_module_rref(here, layer.module_rref)
+    if is_second_local:
+        again = layer.module_rref.local_value()
+    other = RemoteModule("w1", make, (2, nn.Linear, SIZE, SIZE))
+    model = nn.Sequential(layer, nn.Tanh(), again, other)
+    twin_layer = make(1, nn.Linear, SIZE, SIZE)
+    twin = nn.Sequential(
+        twin_layer, nn.Tanh(), twin_layer, make(2, nn.Linear, SIZE, SIZE)
+    )
+
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameter_rrefs(model), lr=0.1)
+    whole = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        with autograd.context() as ctx:
+            ctx.backward(model(fn.batch(step)).sum())
+            optimizer.step(ctx)
+        whole.zero_grad()
+        twin(fn.batch(step)).sum().backward()
+        whole.step()
+
+    found = [rref.to_here().detach() for rref in parameter_rrefs(model)]
+    assert_same(found, [p.detach() for p in twin.parameters()])
+
+
 @on_worker(0)
 def test_module_with_a_part_on_a_third_worker_matches_one_process():
     module = RemoteModule("w1", fn.Nested, ("w2", 1))

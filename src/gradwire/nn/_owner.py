@@ -19,7 +19,7 @@ from gradwire.nn._access import (
     module_to_call,
     module_to_manage,
 )
-from gradwire.rpc import Future, RRef
+from gradwire.rpc import Future, RRef, get_worker_info, rpc_sync
 from gradwire.rpc.extension import current_agent, for_agents, serving_peer, shown_as
 from gradwire.wire import move
 
@@ -33,6 +33,7 @@ __all__ = [
     "change_dtypes",
     "create_module",
     "find_dtypes",
+    "find_firsts",
     "get_attribute",
     "list_parameters",
     "load_state",
@@ -198,20 +199,47 @@ def list_parameters(
 
 
 def refer_to_parameters(module: nn.Module, recurse: bool) -> dict[str, ParameterRef]:
-    """References to a module's parameters by name, wherever they are."""
+    """References to a module's parameters by name, each once, wherever they are."""
     found: dict[str, ParameterRef] = {}
     seen: set[nn.Parameter] = set()
+    # By owner: the parts that have told of parameters there. Each has told of none twice.
+    parts: dict[str, set[str]] = {}
     for path, part in module.named_modules() if recurse else [("", module)]:
         prefix = f"{path}." if path else ""
         if isinstance(part, StandIn):
             for name, reference in part.remote_named_parameters(recurse).items():
                 found[prefix + name] = reference
+                parts.setdefault(reference.owner_name(), set()).add(path)
             continue
         for name, parameter in part.named_parameters(recurse=False):
             if parameter not in seen:
                 seen.add(parameter)
                 found[prefix + name] = RRef(parameter)
+    if seen:
+        parts.setdefault(get_worker_info().name, set()).add("")
+    for owner, tellers in parts.items():
+        if len(tellers) > 1:
+            _drop_twins(found, owner)
     return found
+
+
+def _drop_twins(found: dict[str, ParameterRef], owner: str) -> None:
+    """Leaves the first of several references to one parameter; only its owner knows."""
+    names = [name for name, rref in found.items() if rref.owner_name() == owner]
+    rrefs = [found[name] for name in names]
+    is_here = owner == get_worker_info().name
+    firsts = find_firsts(rrefs) if is_here else rpc_sync(owner, find_firsts, (rrefs,))
+    for number in set(range(len(names))).difference(firsts):
+        del found[names[number]]
+
+
+@for_agents
+def find_firsts(rrefs: list[ParameterRef]) -> list[int]:
+    """The numbers of the first references to each of some values of this worker."""
+    numbers: dict[int, int] = {}
+    for number, rref in enumerate(rrefs):
+        numbers.setdefault(id(rref.local_value()), number)
+    return list(numbers.values())
 
 
 @for_agents
