@@ -284,6 +284,23 @@ def test_step_follows_parameters_that_get_another_form(change):
     assert_same(found.values(), expected.values())
 
 
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("size", [1, 3])
+@on_worker(0)
+def test_gradient_from_before_a_parameter_has_changed_its_form_is_refused(cls, size):
+    first, second = (torch.ones(n, requires_grad=True) for n in (2, size))
+    optimizer = DistributedOptimizer(cls, [RRef(first), RRef(second)], lr=0.1)
+    (first.sum() + second.sum()).backward()
+    second.data = torch.ones(4)
+    versions = [p._version for p in (first, second)]
+
+    with pytest.raises(RuntimeError, match="gradient of size"):
+        optimizer.step()
+
+    assert_same([first.detach(), second.detach()], [torch.ones(2), torch.ones(4)])
+    assert [p._version for p in (first, second)] == versions
+
+
 @on_worker(0)
 def test_optimizer_may_give_parameters_other_memory():
     expected, found = Model(HERE), Model()

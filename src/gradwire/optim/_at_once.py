@@ -3,12 +3,14 @@
 Torch's own goes from parameter to parameter in Python, and takes several steps at each: for
 the small parameters that many owners have, that is several times the arithmetic. Here each
 operation is one call for all of them. For each parameter they are the same operations with
-the same numbers, so every bit of the result is the same. They are made on the parameters
-themselves: stand-ins (see `gradwire.optim._local`) are for who looks for ``.grad``.
+the same numbers, so every bit of the result is the same, but for those of a NaN. They are
+made on the parameters themselves: stand-ins (see `gradwire.optim._local`) are for who looks
+for ``.grad``.
 
-All that is anything else is left to torch: other classes, hooks, a profiler that listens, a
-learning rate in a tensor, gradients of some but not all parameters, the first step with
-momentum, which makes its buffers, and momentum of halves.
+Whatever is unusual is left to torch: other classes, hooks, a profiler that listens, numbers in
+tensors, ``foreach`` and the like, a parameter without a gradient or with one that does not
+fit, layouts and classes of tensors, shared memory where the order would matter, the first
+step with momentum, which makes its buffers, and momentum of halves and complex numbers.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from gradwire.optim._torch_private import Foreach, in_grad_mode, is_plain_sgd
+from gradwire.wire import any_overlap
 
 __all__ = ["step_at_once"]
 
 _TENSOR, _NUMBER = frozenset((Tensor,)), frozenset((float, int))
 _PARAMETER = frozenset((Tensor, torch.nn.Parameter))
-_DENSE = frozenset((torch.strided,))
-# Halves are multiplied by a number that was rounded to a half, if they are in a list.
-_MULTIPLIED = frozenset(
-    (torch.float32, torch.float64, torch.complex64, torch.complex128)
-)
-_layout_of, _dtype_of = attrgetter("layout"), attrgetter("dtype")
+_DENSE = {torch.strided}
+# Halves are multiplied by a number that was rounded to a half, if they are in a list, and
+# NaNs in complex numbers come out with other signs.
+_MULTIPLIED = frozenset((torch.float32, torch.float64))
+_kind_of = attrgetter("layout", "dtype", "shape", "device")
 _numbers_of = itemgetter("lr", "momentum", "dampening", "weight_decay")
 _variants_of = itemgetter("foreach", "fused", "differentiable")
 
@@ -66,8 +68,8 @@ def step_at_once(
             return False
         updates.append(update)
         start = end
-    # Graphs from before are no good from now on, and nor are those that are made
-    # meanwhile: that the last operation tells by itself.
+    # For backwards that run meanwhile: graphs from before are no good from now on. The last
+    # operation says so once more by itself.
     increment_version(parameters)
     in_grad_mode(False, _apply_all, updates)
     return True
@@ -112,36 +114,42 @@ def _plan(
     state: Mapping[Tensor, Any],
 ) -> _Update | None:
     """What to do to a group; None if that is for torch."""
+    kinds = [*map(_kind_of, parameters)]
     if (
         any(_variants_of(group))
         or not _NUMBER.issuperset(map(type, _numbers_of(group)))
         or not _PARAMETER.issuperset(map(type, parameters))
-        or not _are_ordinary(gradients)
+        or not _are_like(gradients, kinds)
+        or {kind[0] for kind in kinds} != _DENSE
     ):
         return None
-    if not (group["momentum"] or group["weight_decay"] or group["maximize"]):
+    is_one_operation = not (
+        group["momentum"] or group["weight_decay"] or group["maximize"]
+    )
+    if is_one_operation:
         return _Update(group, parameters, gradients)
-    # More than one operation for each: all of the first ones come before the second ones,
-    # which is another order, and so must not matter.
+    # All first operations come before the second ones, which must not matter.
     buffers: list[Any] = []
     if group["momentum"]:
         buffers = [state.get(p, {}).get("momentum_buffer") for p in group["params"]]
-        if not _are_ordinary(buffers) or not _MULTIPLIED.issuperset(
-            map(_dtype_of, buffers)
-        ):
+        if not _are_like(buffers, kinds):
             return None
-    written = {*map(_memory_of, parameters), *map(_memory_of, buffers)}
-    is_apart = len(written) == len(parameters) + len(buffers)
-    if not is_apart or not written.isdisjoint(map(_memory_of, gradients)):
+        if not _MULTIPLIED.issuperset([kind[1] for kind in kinds]):
+            return None
+    if _share_memory([*parameters, *buffers, *gradients]):
         return None
     return _Update(group, parameters, gradients, buffers)
 
 
-def _are_ordinary(tensors: Sequence[Any]) -> bool:
-    return _TENSOR.issuperset(map(type, tensors)) and _DENSE.issuperset(
-        map(_layout_of, tensors)
-    )
+def _are_like(tensors: Sequence[Any], kinds: list[tuple[Any, ...]]) -> bool:
+    """Whether all are plain tensors, of these kinds."""
+    return _TENSOR.issuperset(map(type, tensors)) and [*map(_kind_of, tensors)] == kinds
 
 
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether any two may be in the same memory."""
+    try:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return any_overlap([(s.data_ptr(), s.nbytes()) for s in storages])
+    except RuntimeError:
+        return True  # torch has tensors without memory

@@ -12,6 +12,8 @@ A step gives them the gradients of its context and takes them back afterwards.
 3. Any optimizer class works; there is no need for functional versions of them.
 4. A step that nobody gets to see changes nothing of a parameter, not even its version; for
    other steps see `gradwire.optim._versions`.
+
+Steps of plain SGD in one phase need none of them: see `gradwire.optim._at_once`.
 """
 
 from __future__ import annotations
@@ -212,8 +214,8 @@ class LocalOptimizer:
                 return None
             _give_memory(self.parameters, self._stand_ins)
             try:
-                self._versions.begin(gradients)
                 self._lend(gradients)
+                self._versions.begin(gradients)
                 if evaluations is None:
                     run_step(self._optimizer)
                     return None
@@ -395,8 +397,8 @@ class LocalOptimizer:
                 losses.append(evaluations.rpc_sync(timeout=0).request())
             _give_memory(self.parameters, self._stand_ins)
             gradients = find_gradients(context_id, self.parameters)
-            self._versions.begin(gradients)
             self._lend(gradients)
+            self._versions.begin(gradients)
             return losses[-1]
 
         returned = run_step(self._optimizer, closure)

@@ -55,6 +55,8 @@ if _has_private_names:
     _hook_code = getattr(Optimizer.profile_hook_step(lambda *_: None), "__code__", None)
     _grad_mode_code = _with_grad_mode(lambda: None).__code__
 
+# What a program, or a gradient scaler, gives to one optimizer.
+_unusual = frozenset(("step", "grad_scale", "found_inf"))
 _sgd_step = inspect.unwrap(torch.optim.SGD.step)
 _sgd_code = getattr(_sgd_step, "__code__", None)
 if getattr(_sgd_step, "__module__", "") != torch.optim.SGD.__module__:
@@ -76,7 +78,8 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return (
         type(optimizer) is torch.optim.SGD
         and _is_sgds_own(type(optimizer).step)
-        and "step" not in vars(optimizer)
+        and _unusual.isdisjoint(vars(optimizer))
+        and not optimizer.defaults["differentiable"]
         and not _has_hooks(optimizer)
         and not _is_profiled()
     )

@@ -231,12 +231,12 @@ class Caller:
                 try:
                     self._begin_all(starts, outcomes, calls)
                     wait = self._waiting.wait_for_call_shielded
-                    first = calls[0] if calls else None
+                    has_waited = False  # if so, most of the answers have come
                     for call in calls:
-                        # While it waited for others, most of the answers have come.
-                        if not (call.done or wait(call, None, call is not first)):
+                        if not (call.done or wait(call, None, has_waited)):
                             worker = self._network.find(call.link.worker)
                             call.settle(None, _timed_out(call, worker))
+                        has_waited = True
                 except BaseException:  # as in `call`
                     for call in calls:
                         self._give_up(call)

@@ -61,7 +61,9 @@ class Waiting:
             own_limit = time.monotonic() + timeout_s
             limit = min(limit, own_limit) if limit else own_limit
         if peer is not None and not call.done:
-            self._read_until(link, peer, call, limit, call.target, False, looks_first)
+            self._read_until(
+                link, peer, call, limit, call.target, looks_first=looks_first
+            )
         if not call.done:
             link.waits_elsewhere(+1)
             try:
@@ -143,9 +145,9 @@ class Waiting:
                 limit,
                 peer.calls,
                 what,
-                turn,
-                unless_under_way,
-                looks_first,
+                before=turn,
+                unless_under_way=unless_under_way,
+                looks_first=looks_first,
             )
 
     def _wait_for_others(

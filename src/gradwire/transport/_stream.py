@@ -104,7 +104,8 @@ class StreamConnection(Connection):
         self._write_lock = threading.Lock()
         self.writer = 0
         self._written = 0  # of the queue's begin, not taken off yet
-        # Larger frames are written in two parts: a copy of all of it would cost more.
+        # Larger frames are written in two parts: a copy of all of it would cost more. Not
+        # by TLS, which cannot, and would make two records of them.
         self._most_joined = _JOIN_BYTES if hasattr(sock, "sendmsg") else sys.maxsize
         # Nothing has to be done before a write; see `send`.
         self._writes_directly = type(self).flush is StreamConnection.flush
@@ -154,7 +155,8 @@ class StreamConnection(Connection):
         if self._borrowed.ended:
             header = self._returns() + header
         size += len(header)
-        parts = (header + head,) if size <= self._most_joined else (header, head)
+        is_joined = size <= self._most_joined
+        parts = (header + head,) if is_joined else (header, head)
         queue, lock = self._queue, self._write_lock
         # One call, here and below, so that parts of two frames never mix.
         if hold:
@@ -171,7 +173,6 @@ class StreamConnection(Connection):
             if queue:  # another thread was faster
                 queue.extend(parts)
             else:
-                is_joined = len(parts) == 1
                 try:  # Note [counted calls]
                     (written,) = (
                         map(self._sock.send, parts)

@@ -46,7 +46,7 @@ from gradwire.wire._serializers import (
     SafeSerializer,
     Serializer,
 )
-from gradwire.wire._tensors import INLINE_BYTES, TRACKED, Buffer
+from gradwire.wire._tensors import INLINE_BYTES, TRACKED, Buffer, any_overlap
 from gradwire.wire._torch_private import (
     clean_thread_state,
     set_compiler,
@@ -76,6 +76,7 @@ __all__ = [
     "SafeSerializer",
     "Serializer",
     "TensorMeta",
+    "any_overlap",
     "clean_thread_state",
     "decode_control",
     "decode_small",

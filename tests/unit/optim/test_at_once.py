@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.optimizer import (
+    _use_grad_for_differentiable,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.profiler import ProfilerActivity, profile
 
 from gradwire.optim._at_once import step_at_once
+from gradwire.optim._torch_private import Foreach
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
 SHAPES = ((), (3,), (4, 5), (0,), (2, 1, 3))
@@ -81,7 +85,7 @@ class Twins:
 
 def assert_equal(found: list[Any], expected: list[Any]) -> None:
     for one, other in zip(found, expected, strict=True):
-        # NaN and the sign of zero count, so no comparison of numbers will do.
+        # The sign of zero counts, and NaN is the same as NaN.
         assert one.dtype == other.dtype
         ones, others = (t.detach().contiguous().flatten() for t in (one, other))
         assert torch.equal(ones.view(torch.uint8), others.view(torch.uint8))
@@ -112,16 +116,14 @@ def test_steps_are_those_of_torch(groups, given_, nesterov, dampening, lrs, seed
     flat = [shape for group in groups for shape in group]
     values = iter(randoms(flat, seed))
     twins = Twins([[next(values) for _ in group] for group in groups], **given_)
-    has_halves = any(dtype is torch.bfloat16 for _, dtype in flat)
-    is_empty = any(shape == (0,) for shape, _ in flat)
+    has_others = any(d in (torch.bfloat16, torch.complex64) for _, d in flat)
 
     for number, lr in enumerate(lrs):
         for optimizer in (twins.long, twins.short):
             optimizer.param_groups[-1]["lr"] = lr
         is_made = twins.step(randoms(flat, seed + 1 + number))
-        # The first step makes the buffers. What is empty has no memory of its own.
-        may_be_made = not given_["momentum"] or (number and not has_halves)
-        assert is_made == may_be_made or (not is_made and is_empty)
+        # The first step makes the buffers.
+        assert is_made == (not given_["momentum"] or (number > 0 and not has_others))
         twins.check()
 
 
@@ -134,12 +136,12 @@ def test_numbers_that_are_none_come_to_the_same(special):
     twins.check()
 
 
-def shared(*, decay: float) -> tuple[SGD, list[Any], list[Tensor], list[Any]]:
+def shared(**given: Any) -> tuple[SGD, list[Any], list[Tensor], list[Any]]:
     """Parameters that overlap, and those of torch; the optimizer of ours comes first."""
     ours, theirs = (torch.arange(6.0) for _ in range(2))
     pairs = [[nn.Parameter(t[:4]), nn.Parameter(t[2:])] for t in (ours, theirs)]
     gradients = [torch.full((4,), 2.0), torch.full((4,), 3.0)]
-    optimizers = [SGD(p, lr=0.1, weight_decay=decay) for p in pairs]
+    optimizers = [SGD(p, lr=0.1, **given) for p in pairs]
     for parameter, gradient in zip(pairs[1], gradients, strict=True):
         parameter.grad = gradient
     optimizers[1].step()
@@ -147,7 +149,7 @@ def shared(*, decay: float) -> tuple[SGD, list[Any], list[Tensor], list[Any]]:
 
 
 def test_parameters_that_share_memory_come_one_after_the_other():
-    optimizer, parameters, gradients, memory = shared(decay=0)
+    optimizer, parameters, gradients, memory = shared()
 
     assert step_at_once(optimizer, parameters, gradients)
 
@@ -157,19 +159,69 @@ def test_parameters_that_share_memory_come_one_after_the_other():
 # ------------------------------------------------------------------ what is left to torch
 
 
-def test_parameters_that_share_memory_are_left_to_torch_if_the_order_matters():
-    optimizer, parameters, gradients, memory = shared(decay=0.5)
+@pytest.mark.parametrize("given_", [{"weight_decay": 0.5}, {"maximize": True}])
+def test_parameters_that_share_memory_are_left_to_torch_if_the_order_matters(given_):
+    optimizer, parameters, gradients, memory = shared(**given_)
 
     assert not step_at_once(optimizer, parameters, gradients)
 
     assert_equal(memory[:1], [torch.arange(6.0)])
 
 
+def test_memory_may_be_shared_by_several_storages():
+    array = numpy.ones(6, dtype=numpy.float32)
+    parameters = [nn.Parameter(torch.from_numpy(a)) for a in (array[:4], array[2:])]
+    optimizer = SGD(parameters, lr=0.1, weight_decay=0.5)
+
+    assert not step_at_once(optimizer, parameters, [torch.ones(4)] * 2)
+
+
 def test_gradient_in_the_memory_of_a_parameter_is_left_to_torch():
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = SGD([first, second], lr=1.0, weight_decay=0.5)
+    gradients = [torch.ones(2), first.detach()]
 
-    assert not step_at_once(optimizer, [first, second], [torch.ones(2), first.detach()])
+    assert not step_at_once(optimizer, [first, second], gradients)
+
+
+def test_buffer_in_the_memory_of_a_parameter_is_left_to_torch():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = SGD([parameter], lr=1.0, momentum=0.5)
+    optimizer.state[parameter]["momentum_buffer"] = parameter.detach()
+
+    assert not step_at_once(optimizer, [parameter], [torch.ones(2)])
+
+
+def test_gradient_without_memory_is_left_to_torch():
+    parameter = nn.Parameter(torch.ones(2))
+    nothing = torch._efficientzerotensor(2)
+
+    assert not step_at_once(
+        SGD([parameter], lr=0.1, weight_decay=0.1), [parameter], [nothing]
+    )
+
+
+@pytest.mark.parametrize("momentum", [0, 0.9])
+@pytest.mark.parametrize(
+    "other", [torch.ones(3), torch.ones(1), torch.ones(2, dtype=torch.float64)]
+)
+def test_gradient_that_does_not_fit_is_left_to_torch(other, momentum):
+    """The parameter was given other memory since then."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = SGD(parameters, lr=0.1, momentum=momentum)
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones(2)
+
+    assert not step_at_once(optimizer, parameters, [torch.ones(2), other])
+
+    assert_equal(parameters, [torch.ones(2)] * 2)
+
+
+def test_group_without_parameters_is_left_to_torch():
+    parameter = nn.Parameter(torch.ones(2))
+    groups: list[Any] = [{"params": [parameter]}, {"params": []}]
+
+    assert not step_at_once(SGD(groups, lr=0.1), [parameter], [torch.ones(2)])
 
 
 class OfProgram(SGD):
@@ -276,8 +328,34 @@ def test_step_that_a_program_has_replaced_is_left_to_it(plain, monkeypatch):
     del vars(plain[0])["step"]
     assert step_at_once(*plain)
 
-    monkeypatch.setattr(SGD, "step", lambda *_: None)
+    def step(*_: Any) -> None:
+        """Not torch's, but in torch's wrappers perhaps."""
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step
+    for replacement in (
+        step,
+        hooked(step),
+        hooked(_use_grad_for_differentiable(step)),
+        _use_grad_for_differentiable(SGD.step),
+    ):
+        monkeypatch.setattr(SGD, "step", replacement)
+        assert not step_at_once(*plain)
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+def test_gradient_scalers_are_left_to_torch(plain, name):
+    setattr(plain[0], name, torch.ones(()))
+
     assert not step_at_once(*plain)
+
+
+def test_step_that_is_to_be_differentiated_is_left_to_torch():
+    """Torch looks at the default, whatever the group says."""
+    parameter = nn.Parameter(torch.ones(2))
+    groups: list[Any] = [{"params": [parameter], "differentiable": False}]
+    optimizer = SGD(groups, lr=0.1, differentiable=True)
+
+    assert not step_at_once(optimizer, [parameter], [torch.ones(2)])
 
 
 # ------------------------------------------------------------------- what autograd is told
@@ -286,9 +364,11 @@ def test_step_that_a_program_has_replaced_is_left_to_it(plain, monkeypatch):
 def test_graph_that_the_step_makes_invalid_is_noticed(plain):
     optimizer, (parameter,), gradients = plain
     loss = (parameter * parameter).sum()
+    before = parameter._version
 
     assert step_at_once(optimizer, [parameter], gradients)
 
+    assert parameter._version == before + 2  # when it begins, and when it ends
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -305,9 +385,10 @@ def test_history_is_not_recorded_and_the_grad_mode_is_as_before(plain):
 
 
 def test_grad_mode_is_put_back_when_a_step_fails(plain):
-    optimizer, parameters, _ = plain
-    with pytest.raises(RuntimeError, match="size"):
-        step_at_once(optimizer, parameters, [torch.ones(3)])
+    optimizer, parameters, gradients = plain
+    failing = patch.object(Foreach, "add", side_effect=RuntimeError("no memory"))
+    with failing, pytest.raises(RuntimeError, match="no memory"):
+        step_at_once(optimizer, parameters, gradients)
 
     assert torch.is_grad_enabled()
 

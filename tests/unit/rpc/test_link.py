@@ -10,6 +10,7 @@ import time
 from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -99,6 +100,46 @@ def test_caller_leaves_the_reading_to_those_who_serve():
         assert b"another" in heads
         me = threading.current_thread()
         assert all(owner.threads.get(timeout=LIMIT_S) is not me for _ in range(21))
+    finally:
+        link.close()
+        peer.close()
+        pool.close(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("is_here", "looks_first", "num_waits"),
+    [(True, False, 1), (True, True, 0), (False, True, 1)],
+)
+def test_caller_may_look_before_it_waits(is_here, looks_first, num_waits):
+    sender, receiver = socket.socketpair()
+    peer = StreamConnection("test", sender, Limits())
+    pool = WorkerPool("test", 1, lambda: None)
+    pool.start()
+    answer = Outcome()
+
+    class Asker(Owner):
+        request_kinds: Container[int] = ()
+
+        def accept(self, link: Link, frame: Frame) -> Any:
+            answer.finish(frame.head, None)
+
+    link = Link(StreamConnection("test", receiver, Limits()), pool, Asker())
+    wait = link._wait
+
+    def send_and_wait(*args: Any) -> Any:
+        if not is_here:
+            peer.send(b"it")
+        return wait(*args)
+
+    try:
+        if is_here:
+            peer.send(b"it")
+        limit = time.monotonic() + LIMIT_S
+        with patch.object(link, "_wait", side_effect=send_and_wait) as waited:
+            link.read_as_caller(answer, limit, [answer], "it", looks_first=looks_first)
+
+        assert answer.value == b"it"
+        assert waited.call_count == num_waits
     finally:
         link.close()
         peer.close()

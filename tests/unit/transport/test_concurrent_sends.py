@@ -141,3 +141,22 @@ def test_large_frame_is_not_copied_to_get_its_header():
     assert [frame.head for frame in theirs.receive()] == [head]
     ours.close()
     theirs.close()
+
+
+def test_parts_of_a_frame_that_is_held_enter_the_queue_together():
+    """Else a frame of another thread could come between them."""
+    ours: Any
+    ours, theirs = (c.upgrade(Limits(), b"") for c in channel_pair())
+
+    class Queue(deque[Any]):
+        def append(self, part: Any) -> None:
+            raise AssertionError("a part enters alone")
+
+    ours._queue = Queue()
+    head = bytes(range(256)) * 100
+    ours.send(head, hold=True)
+    ours.flush()
+
+    assert [frame.head for frame in theirs.receive()] == [head]
+    ours.close()
+    theirs.close()
