@@ -31,11 +31,12 @@ __all__ = ["step_at_once"]
 
 _TENSOR, _NUMBER = frozenset((Tensor,)), frozenset((float, int))
 _PARAMETER = frozenset((Tensor, torch.nn.Parameter))
-_DENSE = {torch.strided}
+_DENSE = frozenset((torch.strided,))
 # Halves are multiplied by a number that was rounded to a half, if they are in a list, and
 # NaNs in complex numbers come out with other signs.
 _MULTIPLIED = frozenset((torch.float32, torch.float64))
-_kind_of = attrgetter("layout", "dtype", "shape", "device")
+_shape_of, _layout_of = attrgetter("shape"), attrgetter("layout")
+_dtype_of = attrgetter("dtype")
 _numbers_of = itemgetter("lr", "momentum", "dampening", "weight_decay")
 _variants_of = itemgetter("foreach", "fused", "differentiable")
 
@@ -114,13 +115,13 @@ def _plan(
     state: Mapping[Tensor, Any],
 ) -> _Update | None:
     """What to do to a group; None if that is for torch."""
-    kinds = [*map(_kind_of, parameters)]
+    shapes = [*map(_shape_of, parameters)]
     if (
         any(_variants_of(group))
         or not _NUMBER.issuperset(map(type, _numbers_of(group)))
+        or not parameters
         or not _PARAMETER.issuperset(map(type, parameters))
-        or not _are_like(gradients, kinds)
-        or {kind[0] for kind in kinds} != _DENSE
+        or not _are_plain(gradients, shapes)
     ):
         return None
     is_one_operation = not (
@@ -132,18 +133,22 @@ def _plan(
     buffers: list[Any] = []
     if group["momentum"]:
         buffers = [state.get(p, {}).get("momentum_buffer") for p in group["params"]]
-        if not _are_like(buffers, kinds):
+        if not _are_plain(buffers, shapes):
             return None
-        if not _MULTIPLIED.issuperset([kind[1] for kind in kinds]):
+        if not _MULTIPLIED.issuperset(map(_dtype_of, [*buffers, *gradients])):
             return None
     if _share_memory([*parameters, *buffers, *gradients]):
         return None
     return _Update(group, parameters, gradients, buffers)
 
 
-def _are_like(tensors: Sequence[Any], kinds: list[tuple[Any, ...]]) -> bool:
-    """Whether all are plain tensors, of these kinds."""
-    return _TENSOR.issuperset(map(type, tensors)) and [*map(_kind_of, tensors)] == kinds
+def _are_plain(tensors: Sequence[Any], shapes: list[torch.Size]) -> bool:
+    """Whether all are dense tensors, of these shapes: else they would be repeated."""
+    return (
+        _TENSOR.issuperset(map(type, tensors))
+        and [*map(_shape_of, tensors)] == shapes
+        and _DENSE.issuperset(map(_layout_of, tensors))
+    )
 
 
 def _share_memory(tensors: Sequence[Tensor]) -> bool:
