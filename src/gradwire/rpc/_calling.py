@@ -233,7 +233,9 @@ class Caller:
                     wait = self._waiting.wait_for_call_shielded
                     has_waited = False  # if so, most of the answers have come
                     for call in calls:
-                        if not (call.done or wait(call, None, has_waited)):
+                        if call.done:
+                            continue
+                        if not wait(call, None, has_waited):
                             worker = self._network.find(call.link.worker)
                             call.settle(None, _timed_out(call, worker))
                         has_waited = True
